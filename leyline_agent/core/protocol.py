@@ -1,0 +1,212 @@
+"""The wire: the note in a chat request, the outcome that comes back, and the reasons for a refusal.
+
+Imported by the client and by the server. Knows nothing of HTTP, of messages or of SGLang. The prose is in
+`docs/wire-protocol.md`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
+
+PROTOCOL_VERSION = 1
+NOTE_KEY = "leyline"
+"""Key of the note in `custom_params`; its value is a JSON string (nested values kill an unpatched scheduler)."""
+OUTCOME_HEADER = "x-leyline"
+ROUTING_HEADER = "x-smg-routing-key"
+"""The request header by which SGLang's gateway keeps a conversation on one worker."""
+MAX_NOTE_BYTES = 1 << 20
+"""Notes above this are refused before they are parsed. A million bytes hold about 150,000 replacement ids."""
+MAX_HEADER_BYTES = 4096
+"""An outcome in a header is cut to this; many HTTP stacks cap a header line at 8 KiB."""
+
+
+class Mode(StrEnum):
+    """What a directive does to the KV downstream of it."""
+
+    AMORTIZE = "amortize"
+    """Keep it, at new positions; its values still reflect the removed text."""
+    FORGET = "forget"
+    """Drop it and prefill again."""
+
+
+class Reason(StrEnum):
+    """Why a splice was not (wholly) carried out. `docs/wire-protocol.md` explains each."""
+
+    # The note itself.
+    BAD_NOTE = "bad_note"
+    UNSUPPORTED_VERSION = "unsupported_version"
+    NOTE_TOO_LARGE = "note_too_large"
+    BAD_DIRECTIVES = "bad_directives"
+    TOKEN_OUT_OF_VOCABULARY = "token_out_of_vocabulary"
+    # What it refers to.
+    UNKNOWN_BASE = "unknown_base"
+    STALE_BASE = "stale_base"
+    # What the server can do now.
+    EVICTED = "evicted"
+    POOL_FULL = "pool_full"
+    DIFF_BUDGET = "diff_budget"
+    TIMEOUT = "timeout"
+    ABORTED = "aborted"
+    # What the server can do at all.
+    UNSUPPORTED_REQUEST = "unsupported_request"
+    UNSUPPORTED_SERVER = "unsupported_server"
+    DISABLED = "disabled"
+    INTERNAL_ERROR = "internal_error"
+
+
+class Status(StrEnum):
+    """What became of a note."""
+
+    SPLICED = "spliced"
+    """Every directive was carried out."""
+    PARTIAL = "partial"
+    """The directives left of the refused one were carried out; `reason` tells why not the rest."""
+    UNCHANGED = "unchanged"
+    """Nothing to do: a first turn, or a prompt that only grew."""
+    REPREFILL = "reprefill"
+    """The note asked for it, or a `forget` left nothing to splice."""
+    REFUSED = "refused"
+    """Nothing was carried out; `reason` tells why. The prompt was prefilled as on any server."""
+
+
+class _Wire(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Directive(_Wire):
+    """Replace the base's tokens `[start, end)` by `replacement_ids` (R)."""
+
+    start: Annotated[StrictInt, Field(ge=0)]
+    end: Annotated[StrictInt, Field(ge=0)]
+    replacement_ids: tuple[Annotated[StrictInt, Field(ge=0)], ...] = ()
+    mode: Mode = Mode.AMORTIZE
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Directive:
+        if self.end < self.start:
+            raise ValueError(f"end ({self.end}) lies before start ({self.start})")
+        return self
+
+    @property
+    def position_delta(self) -> int:
+        """New minus old position of every token downstream: |R| - (end - start)."""
+        return len(self.replacement_ids) - (self.end - self.start)
+
+
+class Note(_Wire):
+    """What a client says about how a prompt came about; the JSON string in `custom_params["leyline"]`."""
+
+    v: Literal[1] = 1
+    conversation: Annotated[str, Field(min_length=22, max_length=256)]
+    """A bearer secret of 128 random bits or more (22 characters of base64url)."""
+    turn: Annotated[str, Field(min_length=1, max_length=128)]
+    """The client's id of this request; the same one twice is one turn."""
+    base: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    """The turn that this prompt edits."""
+    mode: Literal["amortize", "reprefill"] = "amortize"
+    """`reprefill`: splice nothing this turn."""
+    forget: tuple[str, ...] | Literal["all"] = ()
+    """Edit ids of earlier outcomes whose influence must go, or "all"."""
+    gate: Literal["auto", "off"] = "auto"
+    """`auto`: the server may find a re-prefill cheaper."""
+    directives: tuple[Directive, ...] | None = None
+    """Explicit directives; None leaves the diff to the server."""
+    base_len: Annotated[StrictInt, Field(ge=0)] | None = None
+    """With explicit directives: how many tokens of the base they refer to."""
+    base_hash: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    """With explicit directives: `hash_token_ids` of those tokens."""
+
+    @model_validator(mode="after")
+    def _explicit_is_whole(self) -> Note:
+        given = [self.directives is not None, self.base_len is not None, self.base_hash is not None]
+        if any(given) and not (all(given) and self.base is not None):
+            raise ValueError("explicit directives need base, base_len and base_hash together")
+        return self
+
+
+class DirectiveOutcome(_Wire):
+    """What became of one directive."""
+
+    start: int
+    end: int
+    replacement_tokens: int
+    mode: Mode = Mode.AMORTIZE
+    edit_id: str | None = None
+    """Names the edit in a later note's `forget`; None where the directive was not carried out."""
+
+
+class Outcome(_Wire):
+    """What the server did with a note. Tokens are those of this request's prompt."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    v: int = PROTOCOL_VERSION
+    status: Status
+    reason: Reason | None = None
+    message: str | None = None
+    """For people: what was found, what was expected, what to do."""
+    turn: str | None = None
+    directives: tuple[DirectiveOutcome, ...] = ()
+    num_directives: int = 0
+    """All of them; a header may list fewer than this."""
+    kept_tokens: int = 0
+    """Left of the first difference and cached: served as they were."""
+    moved_tokens: int = 0
+    """Right of it, copied to new slots and rotated to new positions instead of being prefilled."""
+    prefilled_tokens: int = 0
+    """What the splice itself prefilled (the R's). The response counts them as cached; subtract them."""
+    purged: bool = False
+    """Whether a `forget` has also freed or zeroed the rows it forgot."""
+    ms: float = 0.0
+    """Milliseconds between the note's arrival and the hand-over of the request itself."""
+
+
+class SpliceRequest(_Wire):
+    """Body of `POST /leyline/splice`: carry out explicit directives outside of a request."""
+
+    v: Literal[1] = 1
+    conversation: Annotated[str, Field(min_length=22, max_length=256)]
+    base_ids: Annotated[tuple[Annotated[StrictInt, Field(ge=0)], ...], Field(min_length=1)]
+    """Token ids of the cached sequence to edit."""
+    directives: Annotated[tuple[Directive, ...], Field(min_length=1)]
+    extra_key: str | None = None
+    cache_salt: str | None = None
+
+
+class SpliceReply(_Wire):
+    """Answer of `POST /leyline/splice`. A 4xx carries `{reason, message}` instead."""
+
+    outcome: Outcome
+    token_ids: tuple[int, ...]
+    """The edited sequence as far as it is cached now in the conversation's namespace."""
+
+
+def hash_token_ids(token_ids: Sequence[int]) -> str:
+    """Return the SHA-256 hex digest of the ids as little-endian int32."""
+    packed = array("i", token_ids)
+    if packed.itemsize != 4:  # pragma: no cover - no platform that SGLang runs on
+        raise AssertionError("array('i') is not 32 bits wide here")
+    import sys
+
+    if sys.byteorder == "big":  # pragma: no cover
+        packed.byteswap()
+    return hashlib.sha256(packed.tobytes()).hexdigest()
+
+
+def outcome_header(outcome: Outcome) -> str:
+    """Return the outcome as one line of ASCII JSON of at most `MAX_HEADER_BYTES`.
+
+    Directives are cut from the right until it fits; `num_directives` still counts them all.
+    """
+    fitting = outcome
+    while True:
+        line = fitting.model_dump_json(exclude_defaults=True, exclude={"v"}, ensure_ascii=True)
+        if len(line) <= MAX_HEADER_BYTES or not fitting.directives:
+            return line[:MAX_HEADER_BYTES]
+        fitting = fitting.model_copy(update={"directives": fitting.directives[: len(fitting.directives) // 2]})

@@ -1,0 +1,65 @@
+"""The errors that Leyline raises, all below one root.
+
+LeylineError
+├── PolicyError            a policy file is wrong (file, line, key)
+├── PlanError              token ids, directives or spans do not fit each other (reason)
+├── SpliceTransportError   the server could not be reached, or its answer could not be read
+├── SpliceRejectedError    the server refused a splice and the caller asked for `strict=True` (reason)
+└── UnsupportedServerError the server runs no Leyline plugin and the caller asked for `strict=True`
+"""
+
+from __future__ import annotations
+
+
+class LeylineError(Exception):
+    """Root of every error that this project raises on purpose."""
+
+
+class PolicyError(LeylineError):
+    """A policy cannot be loaded or cannot mean anything.
+
+    `file`, `line` (1-based), `column` (1-based) and `key` say where; each is None where it is not known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        file: str | None = None,
+        line: int | None = None,
+        column: int | None = None,
+        key: str | None = None,
+    ) -> None:
+        self.file, self.line, self.column, self.key = file, line, column, key
+        place = ":".join(str(part) for part in (file, line, column) if part is not None)
+        super().__init__(": ".join(part for part in (place, key, message) if part))
+
+
+class PlanError(LeylineError):
+    """Directives do not fit the token ids they were made for.
+
+    `reason` is a `protocol.Reason` value, so that a server can answer with it.
+    """
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        self.reason = reason
+        super().__init__(message)
+
+
+class SpliceTransportError(LeylineError):
+    """A request of ours got no readable answer."""
+
+
+class SpliceRejectedError(LeylineError):
+    """A splice was refused; the prompt was answered all the same, after a re-prefill.
+
+    `reason` is the machine-readable reason that the server gave.
+    """
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        self.reason = reason
+        super().__init__(message)
+
+
+class UnsupportedServerError(LeylineError):
+    """The server answered without an outcome, so it runs no Leyline plugin."""
