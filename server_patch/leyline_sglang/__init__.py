@@ -1,0 +1,1 @@
+"""The SGLang plugin: carries out edits on cached KV. Start reading at `plugin.py`, then `serving.py`."""

@@ -1,0 +1,97 @@
+"""Move cached keys to new positions, in plain torch: the meaning that a fused kernel is tested against.
+
+Maths in float32, stored in the dtype of the rows. Works on any device; on a GPU the caller orders it after the forward
+pass that wrote the rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from leyline_kernels.layout import RowLayout, check_rows
+
+
+def rotate_rows(
+    rows: torch.Tensor, *, layout: RowLayout, cos: torch.Tensor, sin: torch.Tensor, is_neox_style: bool
+) -> torch.Tensor:
+    """Return a copy of `rows` whose band is turned; all other columns are bit-equal.
+
+    Where the table says not to turn at all (cosine 1, sine 0, as for a delta of 0) the band is bit-equal too.
+
+    Args:
+        rows: `[num_rows, *layout.row_shape]`.
+        layout: Which columns are the band.
+        cos: From `rope_tables.delta_table`, `[rope_dim / 2]` for all rows or `[num_rows, rope_dim / 2]`.
+        sin: Likewise.
+        is_neox_style: The pairs that turn are the two halves of the band (True), or its neighbours (False, as in
+            DeepSeek models).
+
+    Raises:
+        ValueError: shapes or dtypes do not fit each other.
+    """
+    check_rows(rows, layout)
+    turned = rows.clone()
+    _rotate_(turned, layout, cos, sin, is_neox_style)
+    return turned
+
+
+def copy_rotate_(
+    buffer: torch.Tensor,
+    src_slots: torch.Tensor,
+    dst_slots: torch.Tensor,
+    *,
+    layout: RowLayout,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    is_neox_style: bool,
+) -> None:
+    """Write row `src_slots[i]`, turned, to `dst_slots[i]`, in place in `buffer`; other slots are not touched.
+
+    All rows are read before any is written, so the two may overlap in any way, down to being the same. A slot that
+    occurs twice in `dst_slots` gets either row.
+
+    Args:
+        buffer: One layer of a pool, `[num_slots, *layout.row_shape]`.
+        src_slots: Integer vector `[num_rows]`; may be empty.
+        dst_slots: Likewise, of the same length.
+        layout: Which columns are the band.
+        cos: As in `rotate_rows`.
+        sin: As in `rotate_rows`.
+        is_neox_style: As in `rotate_rows`.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit each other. The buffer is unchanged.
+        IndexError: a slot lies outside of the buffer, on a CPU. The buffer is unchanged.
+    """
+    check_rows(buffer, layout)
+    for name, slots in (("src_slots", src_slots), ("dst_slots", dst_slots)):
+        if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"{name}: got {slots.dtype} of shape {tuple(slots.shape)}, expected an integer vector [num_rows]"
+            )
+    if src_slots.shape != dst_slots.shape:
+        raise ValueError(f"got {len(src_slots)} src_slots for {len(dst_slots)} dst_slots, expected as many")
+    rows = buffer.index_select(0, src_slots)
+    _rotate_(rows, layout, cos, sin, is_neox_style)
+    buffer.index_copy_(0, dst_slots.long(), rows)
+
+
+def _rotate_(rows: torch.Tensor, layout: RowLayout, cos: torch.Tensor, sin: torch.Tensor, is_neox_style: bool) -> None:
+    band = rows[..., layout.band]  # [T, H, R], a view
+    half = band.shape[-1] // 2
+    for name, table in (("cos", cos), ("sin", sin)):
+        if tuple(table.shape) not in ((half,), (rows.shape[0], half)) or table.dtype != torch.float32:
+            raise ValueError(
+                f"{name}: got {table.dtype} of shape {tuple(table.shape)}, expected float32 of shape ({half},) or "
+                f"({rows.shape[0]}, {half}) for {layout}"
+            )
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # [1, R/2] or [T, 1, R/2]
+    if is_neox_style:
+        first, second = band[..., :half], band[..., half:]
+    else:
+        first, second = band[..., 0::2], band[..., 1::2]
+    x, y = first.float(), second.float()
+    # Multiplying by 1 and 0 keeps a value but not the sign of a zero, nor a neighbour's infinity out.
+    is_identity = (cos == 1) & (sin == 0)
+    first.copy_(torch.where(is_identity, x, x * cos - y * sin))
+    second.copy_(torch.where(is_identity, y, x * sin + y * cos))

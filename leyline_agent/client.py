@@ -1,0 +1,291 @@
+"""Chat requests of a conversation over HTTP, sync and async: the note in, the outcome out, one request a turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import httpx
+from pydantic import ValidationError
+
+from leyline_agent.answers import ChatReply, StreamedAnswer, read_reply
+from leyline_agent.conversation import Conversation, PreparedTurn
+from leyline_agent.core.protocol import SpliceReply, SpliceRequest
+from leyline_agent.errors import SpliceRejectedError, SpliceTransportError, UnsupportedServerError
+from leyline_agent.telemetry import raise_fallback
+from leyline_agent.tokenizers import server_root
+
+_CHAT = "/v1/chat/completions"
+_SPLICE = "/leyline/splice"
+_CAPABILITIES = "/leyline/capabilities"
+
+
+class ChatStream:
+    """A streamed turn: iterate over its chunks; when they end, `reply` is the whole answer and the turn is committed.
+
+    Breaking off leaves the turn unanswered: the next one is compared with the turn before.
+    """
+
+    def __init__(self, response: httpx.Response, conversation: Conversation, prepared: PreparedTurn, strict: bool):
+        self._response, self._conversation = response, conversation
+        self._prepared, self._strict = prepared, strict
+        self._answer = StreamedAnswer(response.headers)
+        self.outcome = self._answer.outcome
+        """Known before the first chunk."""
+        self.reply: ChatReply | None = None
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        try:
+            for line in self._response.iter_lines():
+                if (chunk := self._answer.add_line(line)) is not None:
+                    yield chunk
+        except httpx.HTTPError as error:
+            raise _unreachable("POST", _CHAT, error) from error
+        self._end()
+
+    async def __aiter__(self) -> AsyncIterator[Mapping[str, Any]]:
+        try:
+            async for line in self._response.aiter_lines():
+                if (chunk := self._answer.add_line(line)) is not None:
+                    yield chunk
+        except httpx.HTTPError as error:
+            raise _unreachable("POST", _CHAT, error) from error
+        self._end()
+
+    def _end(self) -> None:
+        if not self._answer.finished:
+            raise SpliceTransportError("the stream ended before the answer did; send the turn again")
+        self.reply = self._answer.reply()
+        _commit(self._conversation, self._prepared, self.reply, self._strict)
+
+
+class Client:
+    """A connection to a server, for any number of conversations and threads.
+
+    Args:
+        base_url: the server's root, with or without `/v1`.
+        api_key: sent as a bearer token.
+        timeout: seconds, or an `httpx.Timeout`.
+        transport: for tests and special networks.
+        strict: raise where a note was not wholly carried out; the answer is in `Conversation.last_answer` then.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        timeout: float | httpx.Timeout = 600.0,
+        transport: httpx.BaseTransport | None = None,
+        strict: bool = False,
+    ) -> None:
+        self._http = httpx.Client(
+            base_url=server_root(base_url), headers=_auth(api_key), timeout=timeout, transport=transport
+        )
+        self._strict = strict
+
+    def chat(self, conversation: Conversation, messages: Sequence[Mapping[str, Any]], **body: Any) -> ChatReply:
+        """Send one turn and return its answer. `body` holds the other fields of the chat request, `model` among them.
+
+        Raises:
+            SpliceTransportError: no readable answer came; the turn may be sent again.
+            SpliceRejectedError: with `strict`, the splice was refused.
+            UnsupportedServerError: with `strict`, the server runs no plugin.
+        """
+        prepared = conversation.prepare(_chat_body(messages, body))
+        response = self._send("POST", _CHAT, json=prepared.body, headers=prepared.headers)
+        reply = read_reply(_checked(response).headers, _json(response))
+        _commit(conversation, prepared, reply, self._strict)
+        return reply
+
+    @contextmanager
+    def stream(
+        self, conversation: Conversation, messages: Sequence[Mapping[str, Any]], **body: Any
+    ) -> Iterator[ChatStream]:
+        """Send one turn and stream its answer. Raises as `chat`, partly while the chunks are read."""
+        prepared = conversation.prepare({**_chat_body(messages, body), "stream": True})
+        try:
+            with self._http.stream("POST", _CHAT, json=prepared.body, headers=prepared.headers) as response:
+                if response.is_error:
+                    response.read()
+                yield ChatStream(_checked(response), conversation, prepared, self._strict)
+        except httpx.HTTPError as error:
+            raise _unreachable("POST", _CHAT, error) from error
+
+    def splice(self, request: SpliceRequest) -> SpliceReply:
+        """Carry out explicit directives outside of a turn.
+
+        Raises:
+            SpliceRejectedError: the server refused, with its reason.
+            UnsupportedServerError: the server has no such route.
+            SpliceTransportError: no readable answer came.
+        """
+        return _splice_reply(self._send("POST", _SPLICE, json=request.model_dump(mode="json", exclude_defaults=True)))
+
+    def capabilities(self) -> dict[str, Any]:
+        """Return what the server's plugin says it can do.
+
+        Raises:
+            UnsupportedServerError: the server has no such route.
+            SpliceTransportError: no readable answer came.
+        """
+        return _capabilities(self._send("GET", _CAPABILITIES))
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *exc_details: object) -> None:
+        self.close()
+
+    def _send(self, method: str, path: str, **arguments: Any) -> httpx.Response:
+        try:
+            return self._http.request(method, path, **arguments)
+        except httpx.HTTPError as error:
+            raise _unreachable(method, path, error) from error
+
+
+class AsyncClient:
+    """As `Client`, for asyncio."""
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        timeout: float | httpx.Timeout = 600.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+        strict: bool = False,
+    ) -> None:
+        self._http = httpx.AsyncClient(
+            base_url=server_root(base_url), headers=_auth(api_key), timeout=timeout, transport=transport
+        )
+        self._strict = strict
+
+    async def chat(self, conversation: Conversation, messages: Sequence[Mapping[str, Any]], **body: Any) -> ChatReply:
+        """As `Client.chat`."""
+        prepared = await prepare_async(conversation, _chat_body(messages, body))
+        response = await self._send("POST", _CHAT, json=prepared.body, headers=prepared.headers)
+        reply = read_reply(_checked(response).headers, _json(response))
+        _commit(conversation, prepared, reply, self._strict)
+        return reply
+
+    @asynccontextmanager
+    async def stream(
+        self, conversation: Conversation, messages: Sequence[Mapping[str, Any]], **body: Any
+    ) -> AsyncIterator[ChatStream]:
+        """As `Client.stream`; iterate with `async for`."""
+        prepared = await prepare_async(conversation, {**_chat_body(messages, body), "stream": True})
+        try:
+            async with self._http.stream("POST", _CHAT, json=prepared.body, headers=prepared.headers) as response:
+                if response.is_error:
+                    await response.aread()
+                yield ChatStream(_checked(response), conversation, prepared, self._strict)
+        except httpx.HTTPError as error:
+            raise _unreachable("POST", _CHAT, error) from error
+
+    async def splice(self, request: SpliceRequest) -> SpliceReply:
+        """As `Client.splice`."""
+        body = request.model_dump(mode="json", exclude_defaults=True)
+        return _splice_reply(await self._send("POST", _SPLICE, json=body))
+
+    async def capabilities(self) -> dict[str, Any]:
+        """As `Client.capabilities`."""
+        return _capabilities(await self._send("GET", _CAPABILITIES))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *exc_details: object) -> None:
+        await self.close()
+
+    async def _send(self, method: str, path: str, **arguments: Any) -> httpx.Response:
+        try:
+            return await self._http.request(method, path, **arguments)
+        except httpx.HTTPError as error:
+            raise _unreachable(method, path, error) from error
+
+
+async def prepare_async(conversation: Conversation, body: Mapping[str, Any]) -> PreparedTurn:
+    """Prepare a turn, in a thread where a tokenizer takes part, since that may send a request of its own."""
+    if conversation.uses_tokenizer:
+        return await asyncio.to_thread(conversation.prepare, body)
+    return conversation.prepare(body)
+
+
+def _chat_body(messages: Sequence[Mapping[str, Any]], body: Mapping[str, Any]) -> dict[str, Any]:
+    if body.get("stream"):
+        raise ValueError("got stream=True, expected a call of stream() for that")
+    return {**body, "messages": messages}
+
+
+def _commit(conversation: Conversation, prepared: PreparedTurn, reply: ChatReply, strict: bool) -> None:
+    conversation.commit(prepared, reply.message, reply.outcome, reply.usage)
+    if strict and prepared.note is not None:
+        raise_fallback(reply.outcome)
+
+
+def _auth(api_key: str | None) -> dict[str, str]:
+    return {"authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+def _unreachable(method: str, path: str, error: httpx.HTTPError) -> SpliceTransportError:
+    return SpliceTransportError(f"{method} {path} got no answer: {type(error).__name__}: {error}")
+
+
+def _checked(response: httpx.Response) -> httpx.Response:
+    try:
+        return response.raise_for_status()
+    except httpx.HTTPStatusError as error:
+        raise SpliceTransportError(
+            f"{response.request.method} {response.request.url.path} answered {response.status_code}: "
+            f"{response.text:.500}"
+        ) from error
+
+
+def _json(response: httpx.Response) -> Any:
+    try:
+        return response.json()
+    except ValueError as error:
+        raise SpliceTransportError(
+            f"{response.request.url.path} answered {response.text!r:.200}, expected JSON"
+        ) from error
+
+
+def _splice_reply(response: httpx.Response) -> SpliceReply:
+    _require_route(response)
+    if response.is_client_error:
+        refusal = _json(response)
+        if isinstance(refusal, dict) and isinstance(refusal.get("reason"), str):
+            raise SpliceRejectedError(
+                f"the server refused the splice ({refusal['reason']}): {refusal.get('message')}",
+                reason=refusal["reason"],
+            )
+    try:
+        return SpliceReply.model_validate(_json(_checked(response)))
+    except ValidationError as error:
+        raise SpliceTransportError(f"{_SPLICE} answered {response.text!r:.200}: {error}") from error
+
+
+def _capabilities(response: httpx.Response) -> dict[str, Any]:
+    _require_route(response)
+    capabilities = _json(_checked(response))
+    if not isinstance(capabilities, dict):
+        raise SpliceTransportError(f"{_CAPABILITIES} answered {capabilities!r:.200}, expected an object")
+    return capabilities
+
+
+def _require_route(response: httpx.Response) -> None:
+    if response.status_code == httpx.codes.NOT_FOUND:
+        raise UnsupportedServerError(
+            f"{response.request.url.path} is not found: the server runs no Leyline plugin, or a gateway stands before it"
+        )

@@ -1,0 +1,381 @@
+"""One agent's conversation: its id, its edits, and the note that each of its requests carries.
+
+Owns the client's half of the rules of the note. Knows nothing of HTTP or of a framework: `prepare` turns a chat
+request into the one to send, `commit` takes what came back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, Literal
+
+from leyline_agent.client_plan import RenderedFrom, plan_on_client
+from leyline_agent.core.edits import Edit, apply_edits
+from leyline_agent.core.messages import Message, messages_from_openai
+from leyline_agent.core.protocol import NOTE_KEY, ROUTING_HEADER, Mode, Note, Outcome, Status
+from leyline_agent.digests import (
+    AnswerDigest,
+    AnsweredTurn,
+    Comparison,
+    PromptDigest,
+    compare,
+    digest_prompt,
+    goes_on,
+)
+from leyline_agent.manual_edits import (
+    ManualEdit,
+    MessageKey,
+    check_replacement,
+    manual_edits,
+    merge_edits,
+    message_keys,
+)
+from leyline_agent.policy.engine import policy_edits
+from leyline_agent.policy.loader import load_policy
+from leyline_agent.policy.schema import Policy
+from leyline_agent.telemetry import Telemetry, Usage, warn_fallback
+from leyline_agent.tokenizers import Tokenizer
+
+EditIds = frozenset[str] | Literal["all"]
+PolicyLike = Policy | str | PathLike[str] | None
+
+_NO_IDS: frozenset[str] = frozenset()
+# A message that is edited anew each turn would otherwise collect ids without end.
+_MAX_IDS_OF_A_MESSAGE = 256
+_MAX_UNANSWERED = 32
+_MIN_KEY_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedTurn:
+    """A request that is ready to send, and what `Conversation.commit` needs to know of it."""
+
+    turn: str
+    body: dict[str, Any]
+    """The caller's request with the edited messages and the note."""
+    headers: dict[str, str]
+    """To be sent with it; empty where there is no note."""
+    messages: tuple[Message, ...]
+    """The edited messages, as in `body`."""
+    edits: tuple[Edit, ...]
+    """What was done to the caller's messages."""
+    note: Note | None
+    unexplained: tuple[str, ...]
+    """For people: why the note says `reprefill`, where somebody else changed the history."""
+    prompt: PromptDigest
+    amortized: frozenset[str]
+    """Digests of the messages whose edits this note lets the server amortize."""
+
+    @property
+    def custom_params(self) -> dict[str, Any]:
+        """What was put into the request's `custom_params`, for adapters that build the request themselves."""
+        return {} if self.note is None else {NOTE_KEY: note_json(self.note)}
+
+
+class Conversation:
+    """A conversation with one model. Any number of threads may use it; the last answered turn is the next one's base.
+
+    Args:
+        policy: a `Policy`, the name of one that comes along, or the path of one. A policy without rules sends no
+            note, and the request is the same as without us. None means that only `edit` makes edits.
+        conversation_id: a bearer secret of 128 random bits or more; by default a new one.
+        plan: "server" leaves the diff to the server; "client" makes explicit directives with `tokenizer`.
+        tokenizer: for `plan="client"`.
+        unexplained_changes: what to do about a change of the history that is no edit of ours, such as a corrected
+            fact. "reprefill" prefills again from there on; "amortize" keeps the KV that still reflects the old text.
+        gate: "auto" lets the server prefill again where that is cheaper.
+        resumed: the server may remember turns of this id that this object does not know.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyLike = None,
+        *,
+        conversation_id: str | None = None,
+        plan: Literal["server", "client"] = "server",
+        tokenizer: Tokenizer | None = None,
+        unexplained_changes: Literal["reprefill", "amortize"] = "reprefill",
+        gate: Literal["auto", "off"] = "auto",
+        resumed: bool = False,
+    ) -> None:
+        if plan == "client" and tokenizer is None:
+            raise ValueError("plan='client' makes directives out of token ids: give a tokenizer, see tokenizers.py")
+        if unexplained_changes not in ("reprefill", "amortize"):
+            raise ValueError(f"unexplained_changes: got {unexplained_changes!r}, expected 'reprefill' or 'amortize'")
+        self.id = conversation_id or secrets.token_urlsafe(24)
+        self.policy = policy if policy is None or isinstance(policy, Policy) else load_policy(policy)
+        self.telemetry = Telemetry()
+        self.last_outcome: Outcome | None = None
+        """What the server did with the last answered turn's note, its directives included."""
+        self.last_answer: dict[str, Any] | None = None
+        """The last answer as received; kept before `strict=True` raises."""
+        self._tokenizer = tokenizer if plan == "client" else None
+        self._unexplained_changes = unexplained_changes
+        self._gate: Literal["auto", "off"] = gate
+        self._resumed = resumed
+        self._noting = self.policy is None or bool(self.policy.rules)
+        self._lock = threading.Lock()
+        self._base: AnsweredTurn | None = None
+        self._base_rendered: RenderedFrom | None = None
+        self._seen: list[Message] = []
+        self._manual: dict[MessageKey, ManualEdit] = {}
+        self._edit_ids: dict[str, EditIds] = {}
+        """Of each message that was amortized away: the edits that did it."""
+        self._unanswered: dict[str, frozenset[str]] = {}
+        """By turn: messages whose edits the server may have amortized without our having got their ids."""
+        self._owed: EditIds = _NO_IDS
+        """Edits that were to be forgotten by a turn which the server refused."""
+
+    @classmethod
+    def for_thread(cls, key: str | bytes, thread_id: str, policy: PolicyLike = None, **options: Any) -> Conversation:
+        """Return a conversation whose id follows from a secret key and a thread's id, so that it survives a restart.
+
+        Raises:
+            ValueError: the key is shorter than 16 bytes.
+        """
+        secret = key.encode() if isinstance(key, str) else key
+        if len(secret) < _MIN_KEY_BYTES:
+            raise ValueError(
+                f"got a key of {len(secret)} bytes, expected {_MIN_KEY_BYTES} random ones or more: who can guess it "
+                "can name the conversations made with it"
+            )
+        digest = hmac.new(secret, thread_id.encode(), hashlib.sha256).hexdigest()
+        return cls(policy, conversation_id=digest, resumed=True, **options)
+
+    @property
+    def routing_key(self) -> str:
+        """A hash of the id, by which a gateway keeps the conversation on one worker."""
+        return hashlib.sha256(b"leyline-route:" + self.id.encode()).hexdigest()[:32]
+
+    @property
+    def uses_tokenizer(self) -> bool:
+        """Whether `prepare` tokenizes, which may take a request to the server."""
+        return self._tokenizer is not None
+
+    def edit(
+        self,
+        message: int | Mapping[str, Any] | Message,
+        replacement: str | Mapping[str, Any] | Message | None,
+        mode: Mode | Literal["amortize", "forget"] = "amortize",
+        *,
+        occurrence: int = 0,
+    ) -> None:
+        """Put something else in a message's place, from the next request on and in every one that has the message.
+
+        Args:
+            message: the message, or its index in the list that the last request was made from.
+            replacement: a text, a message, or None to drop it; a call and its results go together.
+            mode: "amortize" keeps the KV that saw the message; "forget" prefills again.
+            occurrence: which one, where equal messages stand in the list; 0 is the first.
+
+        Raises:
+            ValueError: there is no such message, or the replacement would part a call from its result.
+        """
+        original, key = self._find(message, occurrence)
+        kept: Message | str | None
+        if replacement is None or isinstance(replacement, str):
+            kept = replacement
+        else:
+            kept = replacement if isinstance(replacement, Message) else Message.from_openai(replacement)
+            check_replacement(original, kept)
+        with self._lock:
+            self._manual[key] = ManualEdit(kept, Mode(mode))
+            self._noting = True
+
+    def undo_edit(self, message: int | Mapping[str, Any] | Message, *, occurrence: int = 0) -> None:
+        """Take an edit back. The next request has the message again and prefills from there on.
+
+        Raises:
+            ValueError: there is no edit of this message.
+        """
+        _, key = self._find(message, occurrence)
+        with self._lock:
+            if self._manual.pop(key, None) is None:
+                raise ValueError(f"no edit of message {message!r:.80} (occurrence {occurrence}) to undo")
+
+    def prepare(self, body: Mapping[str, Any]) -> PreparedTurn:
+        """Edit a chat request and put the note into it. `body` is left as it is; everything in it is sent.
+
+        Raises:
+            ValueError: the messages are none, or the request has a note or `input_ids` already.
+            SpliceTransportError: with `plan="client"`, the tokenizer's server gave no ids.
+        """
+        messages = messages_from_openai(body["messages"])
+        if body.get("input_ids") is not None:
+            raise ValueError("got input_ids, by which the prompt is fixed whatever the messages say; leave them out")
+        if NOTE_KEY in (body.get("custom_params") or {}):
+            raise ValueError(f"custom_params has a {NOTE_KEY!r} already: another conversation prepared this request")
+        with self._lock:
+            wanted = dict(self._manual)
+            self._seen = messages
+            base, rendered, noting = self._base, self._base_rendered, self._noting
+        edits = merge_edits(
+            messages, manual_edits(messages, wanted), policy_edits(self.policy, messages) if self.policy else []
+        )
+        sent = apply_edits(messages, edits)
+        new_body = {**body, "messages": [message.to_openai() for message in sent]}
+        prompt = digest_prompt(messages, edits, body)
+        turn = secrets.token_urlsafe(12)
+        if not noting:
+            return PreparedTurn(turn, new_body, {}, tuple(sent), tuple(edits), None, (), prompt, frozenset())
+        known = base if base is not None and base.noted else None
+        comparison = compare(known, prompt, messages) if known else None
+        note = self._note(turn, known, comparison)
+        if self._tokenizer is not None and known and rendered and note.mode == "amortize":
+            plan = plan_on_client(self._tokenizer, rendered, new_body)
+            note = note.model_copy(
+                update={"directives": plan.directives, "base_len": plan.base_len, "base_hash": plan.base_hash}
+            )
+        amortized = comparison.edited if comparison and note.mode == "amortize" else frozenset()
+        if amortized:
+            with self._lock:
+                self._unanswered[turn] = amortized
+                if len(self._unanswered) > _MAX_UNANSWERED:
+                    oldest = next(iter(self._unanswered))
+                    self._edit_ids |= dict.fromkeys(self._unanswered.pop(oldest), "all")
+        new_body["custom_params"] = {**(body.get("custom_params") or {}), NOTE_KEY: note_json(note)}
+        return PreparedTurn(
+            turn=turn,
+            body=new_body,
+            headers={ROUTING_HEADER: self.routing_key},
+            messages=tuple(sent),
+            edits=tuple(edits),
+            note=note,
+            unexplained=comparison.unexplained if comparison else (),
+            prompt=prompt,
+            amortized=amortized,
+        )
+
+    def commit(
+        self,
+        prepared: PreparedTurn,
+        answer: Mapping[str, Any],
+        outcome: Outcome | None = None,
+        usage: Usage | None = None,
+        *,
+        expects_outcome: bool = True,
+    ) -> None:
+        """Take a turn's answer; from now on it is the base. Do not call it for a turn that got no whole answer.
+
+        Args:
+            prepared: what `prepare` returned.
+            answer: the assistant message as received.
+            outcome: what the server did with the note.
+            usage: the tokens it counted.
+            expects_outcome: False where the transport hides the outcome, so that its lack says nothing.
+        """
+        message = Message.from_openai(answer)
+        noted = prepared.note is not None
+        with self._lock:
+            self._base = AnsweredTurn(prepared.turn, noted, prepared.prompt, AnswerDigest.of(message))
+            if self._tokenizer is not None:
+                num_ids = usage.prompt_tokens + usage.completion_tokens if usage else None
+                self._base_rendered = RenderedFrom(prepared.body, message.to_openai(), num_ids)
+            self.last_answer, self.last_outcome = message.to_openai(), outcome
+            self._unanswered.pop(prepared.turn, None)
+            self._remember_edit_ids(prepared, outcome)
+            new_reason = self.telemetry.record(usage, outcome, expects_outcome=noted and expects_outcome)
+        if new_reason is not None:
+            warn_fallback(new_reason, outcome)
+
+    def is_continued_by(self, messages: Sequence[Message]) -> bool:
+        """Tell whether a message list goes on from the last answered turn: its messages, its answer, then more."""
+        base = self._base
+        return base is not None and goes_on(base, messages)
+
+    def _note(self, turn: str, base: AnsweredTurn | None, comparison: Comparison | None) -> Note:
+        mode: Literal["amortize", "reprefill"] = "amortize"
+        with self._lock:
+            forget: EditIds = self._owed
+            if comparison is None:
+                # Without a base nothing can be spliced, but what an earlier process left there may be stale.
+                mode = "reprefill" if self._resumed else "amortize"
+            else:
+                to_forget = set(comparison.newly_forgotten)
+                if comparison.unexplained and self._unexplained_changes == "reprefill":
+                    mode = "reprefill"
+                    to_forget |= comparison.lost
+                if comparison.newly_forgotten:
+                    mode = "reprefill"
+                for digest in to_forget:
+                    forget = _union(forget, self._ids_of(digest))
+        if forget:
+            mode = "reprefill"
+        return Note(
+            conversation=self.id,
+            turn=turn,
+            base=base.turn if base else None,
+            mode=mode,
+            forget=forget if forget == "all" else tuple(sorted(forget)),
+            gate=self._gate,
+        )
+
+    def _ids_of(self, digest: str) -> EditIds:
+        if any(digest in digests for digests in self._unanswered.values()):
+            return "all"
+        return self._edit_ids.get(digest, _NO_IDS)
+
+    def _remember_edit_ids(self, prepared: PreparedTurn, outcome: Outcome | None) -> None:
+        """Note down which edits hit which messages; the turn's ids go to every message that it edited."""
+        asked: EditIds = "all" if prepared.note and prepared.note.forget == "all" else _NO_IDS
+        if prepared.note and prepared.note.forget != "all":
+            asked = frozenset(prepared.note.forget)
+        if asked and outcome is not None and outcome.status is Status.REFUSED:
+            self._owed = _union(self._owed, asked)
+        elif asked == "all":
+            self._owed = _NO_IDS
+            self._edit_ids.clear()
+            self._unanswered.clear()
+        elif asked:
+            self._owed = self._owed if self._owed == "all" else self._owed - asked
+            self._edit_ids = {
+                digest: left for digest, ids in self._edit_ids.items() if (left := ids if ids == "all" else ids - asked)
+            }
+        new_ids = _outcome_ids(outcome)
+        if not new_ids:
+            return
+        for digest in prepared.amortized:
+            self._edit_ids[digest] = _union(self._edit_ids.get(digest, _NO_IDS), new_ids)
+
+    def _find(self, message: int | Mapping[str, Any] | Message, occurrence: int) -> tuple[Message, MessageKey]:
+        if isinstance(message, int):
+            with self._lock:
+                seen = self._seen
+            if not -len(seen) <= message < len(seen):
+                raise ValueError(
+                    f"got message index {message}, expected one within the {len(seen)} messages of the last request; "
+                    "give the message itself if it was not in it"
+                )
+            return seen[message], message_keys(seen)[message]
+        found = message if isinstance(message, Message) else Message.from_openai(message)
+        return found, (found.digest(), occurrence)
+
+
+def note_json(note: Note) -> str:
+    """Return the note as it goes into `custom_params`: a JSON string, defaults left out."""
+    return json.dumps(note.model_dump(mode="json", exclude_defaults=True) | {"v": note.v}, separators=(",", ":"))
+
+
+def _outcome_ids(outcome: Outcome | None) -> EditIds:
+    """Ids of what a turn amortized; all, where they are not told."""
+    if outcome is None:
+        return "all"
+    if outcome.status not in (Status.SPLICED, Status.PARTIAL):
+        return _NO_IDS
+    if len(outcome.directives) < outcome.num_directives:
+        return "all"
+    return frozenset(directive.edit_id for directive in outcome.directives if directive.edit_id is not None)
+
+
+def _union(left: EditIds, right: EditIds) -> EditIds:
+    if left == "all" or right == "all":
+        return "all"
+    both = left | right
+    return "all" if len(both) > _MAX_IDS_OF_A_MESSAGE else both

@@ -1,0 +1,383 @@
+"""Every private name of SGLang that Leyline touches, and the gate on SGLang's version.
+
+The rest of the package talks to the engine through what stands here, so a new SGLang release is a change of this file.
+Facts are those of SGLang 0.5.23; each was read in its source or seen when running it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from array import array
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+SUPPORTED_VERSIONS = ("0.5.23",)
+
+_SRT = "sglang.srt."
+TOKENIZER_MANAGER = _SRT + "managers.tokenizer_manager.TokenizerManager."
+CACHE_RESETS = (
+    "flush_cache",
+    "update_weights_from_disk",
+    "update_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+    "release_memory_occupation",
+)
+"""Coroutines of the tokenizer manager after which no cached row may be relied on."""
+COMMUNICATOR = "leyline"
+
+
+def sglang_version() -> str | None:
+    """Return the installed version of SGLang, or None."""
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return None
+
+
+def in_http_process() -> bool:
+    """Whether this process owns the HTTP app (the scheduler and the detokenizer are its children)."""
+    return multiprocessing.parent_process() is None
+
+
+# --- installing -----------------------------------------------------------------------------------------------------
+
+
+def register_messages(request_type: type, reply_type: type) -> None:
+    """Teach the IPC codec (pickle or msgpack) our two messages, and the tokenizer manager to await the reply."""
+    from sglang.srt.managers import io_struct, tokenizer_control_mixin
+
+    io_struct.hook_custom_types(request_type, reply_type)
+    tokenizer_control_mixin._COMMUNICATOR_SPECS.append((COMMUNICATOR, reply_type))
+
+
+def handle_in_scheduler(request_type: type, handler: Callable[[Any, Any], Any]) -> None:
+    """Have every scheduler answer `request_type` with `handler(scheduler, request)`, between two batches."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def add(_result: Any, scheduler: Any) -> None:
+        scheduler._request_dispatcher._mapping[request_type] = lambda request: handler(scheduler, request)
+
+    HookRegistry.register(_SRT + "managers.scheduler.Scheduler.init_request_dispatcher", add, HookType.AFTER)
+
+
+def around(target: str, hook: Callable[..., Any]) -> None:
+    """Wrap a function of SGLang: `hook(original, *args, **kwargs)`."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(target, hook, HookType.AROUND)
+
+
+def after_chat_response(hook: Callable[..., Any]) -> None:
+    """Call `hook(response, serving, request, outputs, created)` on every non-streaming chat response."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    target = _SRT + "entrypoints.openai.serving_chat.OpenAIServingChat._build_chat_response"
+    HookRegistry.register(target, hook, HookType.AFTER)
+
+
+def http_app() -> Any:
+    """Return the FastAPI app of the server; its API key covers routes that are added to it."""
+    from sglang.srt.entrypoints import http_server
+
+    return http_server.app
+
+
+def tokenizer_manager() -> Any:
+    """Return the tokenizer manager of this process, with its receive loop running."""
+    from sglang.srt.entrypoints import http_server
+
+    manager = http_server._global_state.tokenizer_manager
+    manager.auto_create_handle_loop()
+    return manager
+
+
+# --- requests (tokenizer process) -----------------------------------------------------------------------------------
+
+
+def is_generate(obj: Any) -> bool:
+    """Whether the request generates text (and is no embedding)."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    return isinstance(obj, GenerateReqInput)
+
+
+def vocab_size(manager: Any) -> int:
+    """Return the number of token ids that the model accepts."""
+    return int(manager.model_config.vocab_size)
+
+
+def is_dispatched(manager: Any, rid: str) -> bool:
+    """Whether the scheduler has been sent this request; what is sent later arrives later."""
+    state = manager.rid_to_state.get(rid)
+    return state is not None and bool(state.dispatched)
+
+
+def plain_generate(manager: Any) -> Callable[..., Any]:
+    """Return `generate_request` as an unbound function, as a hook gets it."""
+    return lambda _manager, obj, http_request: manager.generate_request(obj, http_request)
+
+
+def is_running(manager: Any, rid: str) -> bool:
+    """Whether the tokenizer manager still waits for this request."""
+    return rid in manager.rid_to_state
+
+
+def streams_deltas(manager: Any) -> bool:
+    """Whether chunks of a stream carry only the new output ids."""
+    return bool(getattr(manager, "incremental_streaming_output", False))
+
+
+async def prefill(
+    generate: Callable[..., AsyncGenerator[Any, None]],
+    manager: Any,
+    like: Any,
+    http_request: Any,
+    *,
+    token_ids: Sequence[int],
+    cache_salt: str | None,
+) -> dict[str, Any]:
+    """Prefill `token_ids` and leave them in the radix cache; return the `meta_info` of the answer.
+
+    The internal request carries the `rid` of the request it serves (`like`), so that an abort reaches it, and stays
+    out of the request metrics.
+    """
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    request = GenerateReqInput(
+        input_ids=list(token_ids),
+        sampling_params={"max_new_tokens": 0, "temperature": 0},
+        rid=like.rid if isinstance(like.rid, str) else None,
+        extra_key=like.extra_key,
+        cache_salt=cache_salt,
+        priority=like.priority,
+        log_metrics=False,
+        no_logs=True,
+    )
+    meta_info: dict[str, Any] = {}
+    async with aclosing(generate(manager, request, http_request)) as stream:
+        async for output in stream:
+            meta_info = output["meta_info"]
+    return meta_info
+
+
+def new_request(extra_key: str | None, cache_salt: str | None) -> Any:
+    """Return a bare request that says in which cache namespace a splice outside of a request works."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    return GenerateReqInput(input_ids=[0], extra_key=extra_key, cache_salt=cache_salt)
+
+
+async def ask_scheduler(manager: Any, request: Any) -> list[Any]:
+    """Send a message to the scheduler and return its replies (one, as data parallel is refused)."""
+    replies: list[Any] = await getattr(manager, f"{COMMUNICATOR}_communicator")(request)
+    return replies
+
+
+# --- radix cache and pool (scheduler process) -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A cached prefix: its node in the radix cache and the pool slots of its tokens, int64 `[num_tokens]`."""
+
+    node: Any
+    slots: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+class RadixPort:
+    """What a splice needs of the radix cache and of the slot allocator. Holds no state of its own."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._tree = scheduler.tree_cache
+        self._allocator = scheduler.token_to_kv_pool_allocator
+
+    @staticmethod
+    def _key(token_ids: array[int], extra_key: str | None, cache_salt: str | None) -> Any:
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        return RadixKey(token_ids, extra_key, cache_salt=cache_salt)
+
+    def match(self, token_ids: array[int], extra_key: str | None, cache_salt: str | None) -> Path:
+        """Return the longest cached prefix of `token_ids` in one namespace; splits nodes, locks nothing."""
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+
+        found = self._tree.match_prefix(MatchPrefixParams(key=self._key(token_ids, extra_key, cache_salt)))
+        slots = self._tree.path_device_indices(found.last_device_node)[: found.device_prefix_len]
+        return Path(found.last_device_node, slots.to(torch.int64))
+
+    def lock(self, path: Path) -> Any:
+        """Keep a path from being evicted until `unlock`."""
+        return self._tree.lock(path.node)
+
+    def unlock(self, lock: Any) -> None:
+        """Give back what `lock` returned."""
+        self._tree.unlock(lock)
+
+    def allocate(self, num_slots: int) -> torch.Tensor | None:
+        """Return `num_slots` free slots, evicting what nobody holds; None where the pool cannot give them."""
+        self._allocator.evict_to_free_tokens(self._tree, num_slots)
+        slots: torch.Tensor | None = self._allocator.alloc(num_slots)
+        return slots
+
+    def free(self, slots: torch.Tensor) -> None:
+        """Return slots that no path names."""
+        self._allocator.free(slots)
+
+    def insert(
+        self,
+        token_ids: array[int],
+        slots: torch.Tensor,
+        *,
+        matched: int,
+        extra_key: str | None,
+        cache_salt: str | None,
+    ) -> None:
+        """Key `slots` by `token_ids`. The tree owns them from here on; it holds the first `matched` already.
+
+        The cache frees `slots[matched:]` where it finds them keyed, so `matched` must be the true matched length.
+        """
+        from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+
+        key = self._key(token_ids, extra_key, cache_salt)
+        self._tree.insert(InsertParams(key=key, value=slots.to(torch.int64), prev_prefix_len=matched))
+
+    def counts(self) -> dict[str, int]:
+        """Return slots by state; `available + evictable + protected == size` unless requests run."""
+        return {
+            "available": int(self._allocator.available_size()),
+            "evictable": int(self._tree.evictable_size()),
+            "protected": int(self._tree.protected_size()),
+            "size": int(self._allocator.size),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class MlaPool:
+    """The KV pool of an MLA model.
+
+    `buffers[layer]` is `[num_slots, 1, kv_lora_rank + qk_rope_head_dim]`; a row is the latent, then `k_pe` after RoPE.
+    """
+
+    buffers: list[torch.Tensor]
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    inv_freq: torch.Tensor
+    """fp32 `[qk_rope_head_dim / 2]`, radians a position."""
+    is_neox_style: bool
+
+
+def mla_pool(scheduler: Any) -> MlaPool:
+    """Return the pool, with the rotary frequencies of the model that fills it."""
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    rotary = _rotary_embeddings(scheduler)[0]
+    return MlaPool(
+        buffers=list(pool.kv_buffer),
+        kv_lora_rank=pool.kv_lora_rank,
+        qk_rope_head_dim=pool.qk_rope_head_dim,
+        inv_freq=_inv_freq(rotary).to(pool.kv_buffer[0].device),
+        is_neox_style=bool(rotary.is_neox_style),
+    )
+
+
+def wait_for_forward(scheduler: Any) -> None:
+    """Order what follows behind the forward pass in flight, which runs on another stream on a GPU."""
+    stream = getattr(scheduler, "forward_stream", None)
+    if stream is not None and torch.cuda.is_available():
+        torch.cuda.current_stream().wait_stream(stream)
+
+
+def _rotary_embeddings(scheduler: Any) -> list[Any]:
+    layers = scheduler.tp_worker.model_runner.model.model.layers
+    return [layer.self_attn.rotary_emb for layer in layers]
+
+
+def _inv_freq(rotary: Any) -> torch.Tensor:
+    """Return the frequencies by the model's own formula; YaRN's differ from 1 / theta, and take its factor."""
+    argument = rotary.scaling_factor if hasattr(rotary, "scaling_factor") else rotary.base
+    return rotary._compute_inv_freq(argument).to(torch.float32)  # type: ignore[no-any-return]
+
+
+# --- what we cannot serve -------------------------------------------------------------------------------------------
+
+_ROTARY_TYPES = ("RotaryEmbedding", "YaRNScalingRotaryEmbedding", "DeepseekScalingRotaryEmbedding")
+
+
+def unsupported(scheduler: Any) -> list[str]:
+    """Return every reason why this server must not splice; empty where it may.
+
+    What is listed here would break an assumption of the splice silently, so it is refused until built and tested.
+    """
+    args = scheduler.server_args.resolved_dict()
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    tree = scheduler.tree_cache
+    reasons = [why for name, plain, why in _SETTINGS if args.get(name, plain) not in (plain, None)]
+    if sglang_version() not in SUPPORTED_VERSIONS:
+        reasons.append(f"SGLang {sglang_version()}; tested with {', '.join(SUPPORTED_VERSIONS)}")
+    if getattr(scheduler, "rust_server", None) is not None:
+        reasons.append("SGLANG_RUST_SERVER=1: requests do not pass the Python tokenizer manager")
+    if type(tree).__name__ != "UnifiedRadixCache":
+        reasons.append(f"prefix cache {type(tree).__name__}; built for UnifiedRadixCache")
+    elif [str(getattr(c.component_type, "name", c.component_type)) for c in tree._components_tuple] != ["FULL"]:
+        reasons.append("a radix cache with sliding-window or state components")
+    elif tree.linker is not None:
+        reasons.append("an external cache linker")
+    if scheduler.token_to_kv_pool_allocator.page_size != 1:
+        reasons.append(f"page size {scheduler.token_to_kv_pool_allocator.page_size}; built for 1")
+    return [*reasons, *_unsupported_rows(scheduler, pool)]
+
+
+def _unsupported_rows(scheduler: Any, pool: Any) -> list[str]:
+    if type(pool).__name__ != "MLATokenToKVPool":
+        return [f"KV pool {type(pool).__name__}; built for MLATokenToKVPool"]
+    reasons = []
+    if pool.dtype != pool.store_dtype or pool.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        reasons.append(f"KV rows of {pool.dtype} stored as {pool.store_dtype}; built for plain fp32, bf16 and fp16")
+    if pool.use_dsa:
+        reasons.append("sparse attention with index keys (DSA)")
+    if pool.dcp_replicated or getattr(pool, "layer_shard_enabled", False):
+        reasons.append("KV rows sharded over ranks")
+    try:
+        rotary = _rotary_embeddings(scheduler)
+    except AttributeError as error:
+        return [*reasons, f"no rotary embedding found in the model ({error})"]
+    kinds = {type(module).__name__ for module in rotary}
+    if len(kinds) != 1 or not kinds <= set(_ROTARY_TYPES):
+        reasons.append(f"rotary embedding {', '.join(sorted(kinds))}; built for {', '.join(_ROTARY_TYPES)}")
+    elif any(not torch.equal(_inv_freq(module), _inv_freq(rotary[0])) for module in rotary[1:]):
+        reasons.append("layers whose rotary frequencies differ")
+    return reasons
+
+
+# Setting, its plain value, why another is refused.
+_SETTINGS: tuple[tuple[str, Any, str], ...] = (
+    ("disable_radix_cache", False, "--disable-radix-cache: there is no cache to edit"),
+    ("radix_cache_backend", None, "another radix cache backend"),
+    ("enable_lmcache", False, "LMCache"),
+    ("enable_flexkv", False, "FlexKV"),
+    ("enable_hierarchical_cache", False, "HiCache: rows may live on the host"),
+    ("enable_hisparse", False, "HiSparse"),
+    ("enable_unified_memory", False, "unified memory: rows of all layers share one buffer"),
+    ("enable_page_major_kv_layout", False, "page-major KV layout"),
+    ("enable_session_radix_cache", False, "radix sessions"),
+    ("enable_streaming_session", False, "streaming sessions"),
+    ("speculative_algorithm", None, "speculative decoding: the draft model keeps KV of its own"),
+    ("disaggregation_mode", "null", "prefill/decode disaggregation"),
+    ("enable_lora", False, "LoRA"),
+    ("pp_size", 1, "pipeline parallel"),
+    ("dp_size", 1, "data parallel"),
+    ("dcp_size", 1, "decode context parallel: KV is sharded over ranks"),
+    ("attn_cp_size", 1, "attention context parallel"),
+    ("tokenizer_worker_num", 1, "several tokenizer workers: they load no plugins"),
+    ("elastic_ep_backend", None, "elastic expert parallel: it changes the cache namespace after tokenizing"),
+    ("dllm_algorithm", None, "diffusion language models"),
+    ("kv_canary", "none", "the KV canary, whose checksums follow a token's position"),
+)

@@ -1,0 +1,58 @@
+"""Settings of the plugin, read once from `LEYLINE_*` environment variables."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from leyline_agent.core.protocol import MAX_NOTE_BYTES
+from leyline_agent.errors import LeylineError
+
+PREFIX = "LEYLINE_"
+
+
+class Config(BaseModel):
+    """Every setting; the variable is the field's name in capitals behind `LEYLINE_`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    enabled: bool = True
+    """Off: notes are taken off the requests and answered `disabled`; nothing is spliced or remembered."""
+    secret: str = Field(default_factory=lambda: secrets.token_hex(32), min_length=16, repr=False)
+    """Key of the namespaces. Random for each process unless given, as the memory of turns is too."""
+    max_note_bytes: int = Field(default=MAX_NOTE_BYTES, gt=0)
+    """Longer notes and bodies are refused before they are parsed."""
+    max_directives: int = Field(default=256, gt=0)
+    """Directives of one turn; those right of the last one allowed are left to the prefill."""
+    diff_budget: int = Field(default=4_000_000, gt=0)
+    """Elementary steps of one diff; past them the turn is re-prefilled."""
+    turns_per_conversation: int = Field(default=8, gt=0)
+    """Sequences remembered for each conversation, so that a branch or a retry finds its own base."""
+    memory_tokens: int = Field(default=16_777_216, gt=0)
+    """Token ids remembered in all, 4 bytes each; the least recently used conversation goes first."""
+    scope_memory_tokens: int = Field(default=4_194_304, gt=0)
+    """The same for each (extra_key, cache_salt), so that one tenant cannot push out the others."""
+    timeout_s: float = Field(default=30.0, gt=0)
+    """How long a request waits for the scheduler's answer to a splice before it is served plain."""
+
+
+def load_config(environ: Mapping[str, str] | None = None) -> Config:
+    """Read the settings.
+
+    Raises:
+        LeylineError: a variable is unknown or has a wrong value; the message names it.
+    """
+    environ = os.environ if environ is None else environ
+    given = {name[len(PREFIX) :].lower(): text for name, text in environ.items() if name.startswith(PREFIX)}
+    for elsewhere in ("cache", "api_key", "probe", "trajectories"):
+        given.pop(elsewhere, None)
+    try:
+        return Config.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = PREFIX + str(first["loc"][0]).upper()
+        known = ", ".join(PREFIX + field.upper() for field in Config.model_fields)
+        raise LeylineError(f"{name}: {first['msg']}, got {first['input']!r}; the settings are {known}") from error

@@ -1,0 +1,97 @@
+"""The note of a request: taken off it, read, and turned into directives."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+from pydantic import ValidationError
+
+from leyline_agent.core.diff import diff_token_ids
+from leyline_agent.core.plan import apply_directives, check_directives
+from leyline_agent.core.protocol import NOTE_KEY, Directive, Note, Reason, hash_token_ids
+from leyline_agent.errors import PlanError
+
+
+def take_note(obj: Any) -> Any:
+    """Take the note off a request, so that it never travels to the scheduler; None where there is none."""
+    params = obj.sampling_params
+    custom = params.get("custom_params") if isinstance(params, dict) else None
+    if not isinstance(custom, dict) or NOTE_KEY not in custom:
+        return None
+    rest = {key: value for key, value in custom.items() if key != NOTE_KEY}
+    obj.sampling_params = {**params, "custom_params": rest or None}
+    return custom[NOTE_KEY]
+
+
+def parse_note(text: Any, *, max_bytes: int) -> Note:
+    """Read a note.
+
+    Raises:
+        PlanError: with reason `bad_note`, `note_too_large` or `unsupported_version`.
+    """
+    if not isinstance(text, str):
+        raise PlanError(
+            f"custom_params[{NOTE_KEY!r}] must be a JSON string, got {type(text).__name__}", reason=Reason.BAD_NOTE
+        )
+    # A character is at least one byte, so this needs no encoding of what is far too long.
+    if len(text) > max_bytes or len(text.encode()) > max_bytes:
+        raise PlanError(f"the note has more than {max_bytes} bytes", reason=Reason.NOTE_TOO_LARGE)
+    try:
+        return Note.model_validate_json(text)
+    except ValidationError as error:
+        raise PlanError(f"the note is not valid: {first_problem(error)}", reason=_reason(error)) from error
+
+
+def first_problem(error: ValidationError) -> str:
+    """Return the first problem pydantic found, with its place and without the input (it may hold a secret)."""
+    problem = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(str(part) for part in problem["loc"])
+    return f"{place}: {problem['msg']}" if place else str(problem["msg"])
+
+
+def _reason(error: ValidationError) -> Reason:
+    place = error.errors(include_url=False, include_input=False)[0]["loc"]
+    if place[:1] == ("v",):
+        return Reason.UNSUPPORTED_VERSION
+    return Reason.BAD_DIRECTIVES if place[:1] == ("directives",) else Reason.BAD_NOTE
+
+
+def directives_from_diff(
+    sequences: list[array[int]], new_ids: array[int], *, budget: int
+) -> tuple[array[int], list[Directive]]:
+    """Return the sequence of the base that the prompt continues (a choice of `n`), and how it was edited.
+
+    Raises:
+        PlanError: with reason `diff_budget`.
+    """
+    diffs = [(sequence, diff_token_ids(sequence, new_ids, budget=budget)) for sequence in sequences]
+    return max(diffs, key=lambda pair: len(pair[0]) - sum(d.end - d.start for d in pair[1]))
+
+
+def check_explicit(
+    note: Note, sequences: list[array[int]], new_ids: array[int], *, vocab_size: int
+) -> tuple[array[int], list[Directive]]:
+    """Check explicit directives against what the server remembers and against the prompt itself.
+
+    Raises:
+        PlanError: with reason `stale_base`, `bad_directives` or `token_out_of_vocabulary`.
+    """
+    assert note.directives is not None
+    assert note.base_len is not None
+    fitting = [s for s in sequences if len(s) >= note.base_len and hash_token_ids(s[: note.base_len]) == note.base_hash]
+    if not fitting:
+        longest = max(map(len, sequences))
+        raise PlanError(
+            f"the base's first {note.base_len} tokens are not the ones the client saw (the server holds {longest}); "
+            "the template does not render it as it was generated, leave the diff to the server",
+            reason=Reason.STALE_BASE,
+        )
+    base_ids = fitting[0][: note.base_len]
+    check_directives(note.directives, base_tokens=len(base_ids), vocab_size=vocab_size)
+    applied = array("i", apply_directives(base_ids, note.directives))
+    if new_ids[: len(applied)] != applied:
+        raise PlanError(
+            "applied to the base, the directives do not give a prefix of this prompt", reason=Reason.STALE_BASE
+        )
+    return base_ids, list(note.directives)

@@ -1,0 +1,66 @@
+"""Entry point of the SGLang plugin: `activate` runs in every process of the server, before the engine starts.
+
+SGLang logs what a plugin raises and goes on without it, so what was installed, or why not, is told at
+`GET /leyline/capabilities`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from leyline_agent.errors import LeylineError
+from leyline_sglang import compat
+from leyline_sglang.config import load_config
+
+logger = logging.getLogger(__name__)
+
+
+def activate() -> None:
+    """Install the hooks that this process needs."""
+    version = compat.sglang_version()
+    if version not in compat.SUPPORTED_VERSIONS:
+        _fail(f"SGLang {version} is not supported; this release was tested with {compat.SUPPORTED_VERSIONS}")
+        return
+    try:
+        config = load_config()
+    except LeylineError as error:
+        _fail(str(error))
+        return
+
+    from leyline_sglang import splice
+    from leyline_sglang.io_types import CacheReply, CacheRequest
+
+    compat.register_messages(CacheRequest, CacheReply)
+    compat.handle_in_scheduler(CacheRequest, splice.handle)
+    if not compat.in_http_process():
+        return
+
+    from leyline_sglang.routes import add_routes, put_outcome_in_metadata
+    from leyline_sglang.sequences import SequenceMemory
+    from leyline_sglang.serving import Serving
+
+    memory = SequenceMemory(
+        turns_per_conversation=config.turns_per_conversation,
+        memory_tokens=config.memory_tokens,
+        scope_memory_tokens=config.scope_memory_tokens,
+    )
+    serving = Serving(config, memory)
+    targets: dict[str, Callable[..., Any]] = {
+        compat.TOKENIZER_MANAGER + "generate_request": serving.generate,
+        compat.TOKENIZER_MANAGER + "abort_request": serving.abort,
+        **{compat.TOKENIZER_MANAGER + name: serving.reset for name in compat.CACHE_RESETS},
+    }
+    for target, hook in targets.items():
+        compat.around(target, hook)
+    compat.after_chat_response(put_outcome_in_metadata)
+    add_routes(compat.http_app(), serving, sorted(target.rsplit(".", 1)[-1] for target in targets))
+
+
+def _fail(problem: str) -> None:
+    logger.error("leyline: nothing installed: %s", problem)
+    if compat.in_http_process():
+        from leyline_sglang.routes import add_failure
+
+        add_failure(compat.http_app(), problem)

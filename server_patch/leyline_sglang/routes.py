@@ -1,0 +1,166 @@
+"""HTTP: explicit splices, capabilities, and the outcome as a response header."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+
+from leyline_agent.core.protocol import (
+    OUTCOME_HEADER,
+    PROTOCOL_VERSION,
+    Mode,
+    Outcome,
+    Reason,
+    SpliceRequest,
+    outcome_header,
+)
+from leyline_agent.errors import PlanError
+from leyline_sglang import compat
+from leyline_sglang.note import first_problem
+from leyline_sglang.serving import META_KEY, SCOPE_KEY, Serving
+
+logger = logging.getLogger(__name__)
+
+_HTTP_STATUS = {
+    Reason.NOTE_TOO_LARGE: 413,
+    Reason.EVICTED: 409,
+    Reason.POOL_FULL: 409,
+    Reason.ABORTED: 409,
+    Reason.DISABLED: 409,
+    Reason.UNSUPPORTED_SERVER: 409,
+    Reason.TIMEOUT: 408,
+}
+
+
+def add_routes(app: FastAPI, serving: Serving, installed: list[str]) -> None:
+    """Add `/leyline/*` and the outcome header to the server's app. Its API key covers both routes."""
+
+    @app.post("/leyline/splice")
+    async def splice(request: Request) -> JSONResponse:
+        try:
+            body = await _read_body(request, serving.config.max_note_bytes)
+            # Parsed off the event loop: a large body would stop every stream meanwhile.
+            asked = await asyncio.to_thread(_parse, body)
+            reply = await serving.splice(compat.tokenizer_manager(), request, asked)
+        except PlanError as error:
+            return _error(Reason(error.reason), str(error))
+        except TimeoutError:
+            return _error(Reason.TIMEOUT, f"the scheduler did not answer within {serving.config.timeout_s} s")
+        except Exception as error:
+            logger.exception("leyline: POST /leyline/splice failed")
+            return JSONResponse(_problem(Reason.INTERNAL_ERROR, f"{type(error).__name__}: {error}"), 500)
+        return JSONResponse(reply.model_dump(mode="json"))
+
+    @app.get("/leyline/capabilities")
+    async def capabilities() -> JSONResponse:
+        try:
+            unsupported = await serving.unsupported(compat.tokenizer_manager())
+        except TimeoutError:
+            unsupported = [f"the scheduler did not answer within {serving.config.timeout_s} s; is the plugin in it?"]
+        return JSONResponse(
+            {
+                "version": version("leyline-agent"),
+                "protocol": PROTOCOL_VERSION,
+                "sglang": compat.sglang_version(),
+                "enabled": serving.config.enabled,
+                "supported": not unsupported,
+                "unsupported": unsupported,
+                "modes": [mode.value for mode in Mode],
+                "purges": False,
+                "installed": installed,
+                "settings": serving.config.model_dump(exclude={"secret"}),
+                "conversations": len(serving.memory),
+                "remembered_tokens": serving.memory.num_tokens,
+            }
+        )
+
+    app.add_middleware(OutcomeHeader)
+
+
+def add_failure(app: FastAPI, problem: str) -> None:
+    """Report at `/leyline/capabilities` why nothing was installed; SGLang only logs it."""
+
+    @app.get("/leyline/capabilities")
+    async def capabilities() -> JSONResponse:
+        return JSONResponse(
+            {
+                "version": version("leyline-agent"),
+                "protocol": PROTOCOL_VERSION,
+                "sglang": compat.sglang_version(),
+                "enabled": False,
+                "supported": False,
+                "unsupported": [problem],
+                "installed": [],
+            }
+        )
+
+
+def put_outcome_in_metadata(response: Any, _serving: Any, _request: Any, outputs: list[Any], *_rest: Any) -> Any:
+    """Copy the outcome into `metadata.leyline` of a non-streaming chat response."""
+    outcome = outputs[0]["meta_info"].get(META_KEY)
+    if outcome is not None and hasattr(response, "metadata"):
+        response.metadata = {**(response.metadata or {}), META_KEY: outcome}
+    return response
+
+
+class OutcomeHeader:
+    """ASGI middleware: put the outcome into the header `x-leyline`, streaming or not.
+
+    SGLang makes the first chunk of a stream before the headers go out, so the outcome is known by then.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(
+        self,
+        scope: MutableMapping[str, Any],
+        receive: Callable[[], Awaitable[Any]],
+        send: Callable[[Any], Awaitable[None]],
+    ) -> None:
+        """Pass the request on; add the header as the response starts."""
+
+        async def send_with_header(message: MutableMapping[str, Any]) -> None:
+            outcome: Outcome | None = scope.get(SCOPE_KEY)
+            if message["type"] == "http.response.start" and outcome is not None:
+                header = (OUTCOME_HEADER.encode(), outcome_header(outcome).encode())
+                message["headers"] = [*message.get("headers", []), header]
+            await send(message)
+
+        await self._app(scope, receive, send_with_header if scope["type"] == "http" else send)
+
+
+async def _read_body(request: Request, max_bytes: int) -> bytes:
+    """Read a body of at most `max_bytes`, and no more of a longer one."""
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise PlanError(f"the body has more than {max_bytes} bytes", reason=Reason.NOTE_TOO_LARGE)
+    return body
+
+
+def _parse(body: bytes) -> SpliceRequest:
+    try:
+        return SpliceRequest.model_validate_json(body)
+    except ValidationError as error:
+        place = error.errors(include_url=False, include_input=False)[0]["loc"]
+        known = {"v": Reason.UNSUPPORTED_VERSION, "directives": Reason.BAD_DIRECTIVES}
+        reason = known.get(str(place[0]), Reason.BAD_NOTE) if place else Reason.BAD_NOTE
+        message = f"{first_problem(error)}; expected {{v: 1, conversation, base_ids, directives}}"
+        raise PlanError(message, reason=reason) from error
+
+
+def _problem(reason: Reason, message: str) -> dict[str, str]:
+    return {"reason": reason.value, "message": message}
+
+
+def _error(reason: Reason, message: str) -> JSONResponse:
+    return JSONResponse(_problem(reason, message), _HTTP_STATUS.get(reason, 400))

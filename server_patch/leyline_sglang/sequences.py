@@ -1,0 +1,143 @@
+"""The token ids of each conversation's recent turns, bounded in memory. Lives in the tokenizer process.
+
+Knows nothing of SGLang: keys, ids and namespaces are handed in. What is remembered describes cached KV and is
+forgotten with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+
+from leyline_sglang.namespaces import new_nonce
+
+Scope = tuple[str | None, str | None]
+"""The caller's own namespace: (extra_key, cache_salt)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """An amortized edit whose removed text still acts on what lies right of `position`. Holds no text."""
+
+    edit_id: str
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class RememberedTurn:
+    """One turn: its prompt and what was generated for it, as far as it is known."""
+
+    prompt_ids: array[int]
+    outputs: tuple[array[int], ...] = ()
+    """One for each choice of a request with `n > 1`; none while the first token is awaited."""
+    edits: tuple[Edit, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Token ids held."""
+        return len(self.prompt_ids) + sum(map(len, self.outputs))
+
+    def sequences(self) -> list[array[int]]:
+        """Return the cached sequences that a later prompt may edit, at least one."""
+        return [self.prompt_ids + output for output in self.outputs] or [self.prompt_ids]
+
+
+@dataclass(slots=True, eq=False)
+class Conversation:
+    """What the server knows of one conversation, for one caller's namespace."""
+
+    scope: Scope
+    hashed_id: str
+    nonce: str = field(default_factory=new_nonce)
+    """Makes the namespace; a new one closes the old namespace for good."""
+    has_namespace: bool = False
+    """Whether anything was ever spliced into the namespace or served from it."""
+    turns: OrderedDict[str, RememberedTurn] = field(default_factory=OrderedDict)
+    num_tokens: int = 0
+    """Remembered token ids."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a turn's edits are carried out: splices of one conversation are serialized."""
+
+
+class SequenceMemory:
+    """Conversations by (scope, hashed id), least recently used first to go."""
+
+    def __init__(self, *, turns_per_conversation: int, memory_tokens: int, scope_memory_tokens: int) -> None:
+        self._turns_per_conversation = turns_per_conversation
+        self._memory_tokens = memory_tokens
+        self._scope_memory_tokens = scope_memory_tokens
+        self._conversations: OrderedDict[tuple[Scope, str], Conversation] = OrderedDict()
+        self._scope_tokens: Counter[Scope] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._conversations)
+
+    @property
+    def num_tokens(self) -> int:
+        """Remembered token ids of all conversations."""
+        return self._scope_tokens.total()
+
+    def open(self, scope: Scope, conversation_id: str) -> Conversation:
+        """Return the conversation, made now where it is not known, and mark it as just used."""
+        key = (scope, hash_id(conversation_id))
+        conversation = self._conversations.get(key)
+        if conversation is None:
+            conversation = self._conversations[key] = Conversation(*key)
+        self._conversations.move_to_end(key)
+        return conversation
+
+    def remember(self, conversation: Conversation, turn_id: str, turn: RememberedTurn, *, nonce: str) -> None:
+        """Keep a turn, replacing what was kept under the same id, and drop what is over the bounds.
+
+        A turn that was served from a namespace closed since (`nonce`) is not kept.
+        """
+        if nonce != conversation.nonce:
+            return
+        self._drop(conversation, turn_id)
+        conversation.turns[turn_id] = turn
+        self._account(conversation, turn.num_tokens)
+        while len(conversation.turns) > self._turns_per_conversation:
+            self._drop(conversation, next(iter(conversation.turns)))
+        self._shrink(conversation.scope)
+
+    def close_namespace(self, conversation: Conversation) -> None:
+        """Start a new namespace and forget every turn: none of their rows can be reached any more."""
+        conversation.nonce = new_nonce()
+        conversation.has_namespace = False
+        conversation.turns.clear()
+        self._account(conversation, -conversation.num_tokens)
+
+    def forget_all(self) -> None:
+        """Forget every conversation, as after a flush of the cache."""
+        for conversation in self._conversations.values():
+            # Turns still running hold the object; its new nonce keeps them from being remembered into it.
+            self.close_namespace(conversation)
+        self._conversations.clear()
+
+    def _drop(self, conversation: Conversation, turn_id: str) -> None:
+        dropped = conversation.turns.pop(turn_id, None)
+        if dropped is not None:
+            self._account(conversation, -dropped.num_tokens)
+
+    def _account(self, conversation: Conversation, num_tokens: int) -> None:
+        conversation.num_tokens += num_tokens
+        self._scope_tokens[conversation.scope] += num_tokens
+        if not self._scope_tokens[conversation.scope]:
+            del self._scope_tokens[conversation.scope]
+
+    def _shrink(self, scope: Scope) -> None:
+        while self._scope_tokens[scope] > self._scope_memory_tokens:
+            self._evict(next(key for key in self._conversations if key[0] == scope))
+        while self.num_tokens > self._memory_tokens:
+            self._evict(next(iter(self._conversations)))
+
+    def _evict(self, key: tuple[Scope, str]) -> None:
+        self.close_namespace(self._conversations.pop(key))
+
+
+def hash_id(conversation_id: str) -> str:
+    """Return what stands for a conversation wherever it is written down; the id itself is a bearer secret."""
+    return hashlib.sha256(conversation_id.encode()).hexdigest()[:32]

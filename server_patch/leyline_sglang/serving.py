@@ -1,0 +1,299 @@
+"""The note's way through a request, in the tokenizer process: the hook around `generate_request`.
+
+A request without a note passes untouched. With one, its edits are carried out first, then the request itself is
+served by the engine as ever, and what it made is remembered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import uuid
+from array import array
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from leyline_agent.core.plan import apply_directives, check_directives
+from leyline_agent.core.protocol import Note, Outcome, Reason, SpliceReply, SpliceRequest, Status
+from leyline_agent.errors import PlanError
+from leyline_sglang import compat
+from leyline_sglang.config import Config
+from leyline_sglang.io_types import CacheReply, CacheRequest
+from leyline_sglang.note import parse_note, take_note
+from leyline_sglang.sequences import Conversation, RememberedTurn, SequenceMemory, hash_id
+from leyline_sglang.turn import Served, Turn
+
+logger = logging.getLogger(__name__)
+
+SCOPE_KEY = "leyline.outcome"
+"""Where the outcome waits in the ASGI scope for the response header."""
+META_KEY = "leyline"
+"""Key of the outcome in `meta_info`, and from there in `metadata` of a chat response."""
+
+Generate = Callable[..., AsyncGenerator[Any, None]]
+Remember = Callable[[tuple["array[int]", ...]], None]
+
+
+@dataclass(slots=True)
+class Serving:
+    """State of the plugin in the tokenizer process."""
+
+    config: Config
+    memory: SequenceMemory
+    _unsupported: list[str] | None = None
+    _aborted: dict[str, bool] = field(default_factory=dict)
+    """Requests whose edits are being carried out, and whether somebody has aborted them meanwhile."""
+    _tasks: set[asyncio.Future[Any]] = field(default_factory=set)
+    """Keeps what runs on its own from being collected."""
+
+    # --- hooks ------------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self, original: Generate, manager: Any, obj: Any, http_request: Any = None
+    ) -> AsyncIterator[Any]:
+        """Stand around `TokenizerManager.generate_request`."""
+        text = take_note(obj) if compat.is_generate(obj) else None
+        if text is None:
+            async with aclosing(original(manager, obj, http_request)) as stream:
+                async for output in stream:
+                    yield output
+            return
+        outcome, remember = await self._prepare(original, manager, obj, http_request, text)
+        if http_request is not None:
+            http_request.scope[SCOPE_KEY] = outcome
+        _check_vocabulary(obj.input_ids, compat.vocab_size(manager))
+        deltas = bool(obj.stream) and compat.streams_deltas(manager)
+        outputs: dict[str, list[int]] = {}
+        try:
+            # Closed with us, so that a caller who leaves is noticed at once.
+            async with aclosing(original(manager, obj, http_request)) as stream:
+                async for output in stream:
+                    for choice in output if isinstance(output, list) else [output]:
+                        meta_info, output_ids = choice["meta_info"], choice.get("output_ids") or []
+                        seen = outputs.get(meta_info["id"], []) if deltas else []
+                        outputs[meta_info["id"]] = [*seen, *output_ids]
+                        if meta_info.get("finish_reason"):
+                            meta_info[META_KEY] = outcome.model_dump(mode="json")
+                    yield output
+        finally:
+            # In whatever way the request ended; a cancelled one lands here too.
+            remember(tuple(array("i", output_ids) for output_ids in outputs.values()))
+
+    def abort(self, original: Callable[..., Any], manager: Any, rid: str = "", abort_all: bool = False) -> Any:
+        """Stand around `TokenizerManager.abort_request`, which knows nothing of a request between our own steps."""
+        for editing in self._aborted:
+            if abort_all or editing == rid:
+                self._aborted[editing] = True
+        return original(manager, rid=rid, abort_all=abort_all)
+
+    async def reset(self, original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+        """Stand around whatever empties or invalidates the cache: the memory of turns goes with it."""
+        self.memory.forget_all()
+        try:
+            return await original(manager, *args, **kwargs)
+        finally:
+            self.memory.forget_all()
+
+    # --- routes -----------------------------------------------------------------------------------------------------
+
+    async def unsupported(self, manager: Any) -> list[str]:
+        """Return why this server cannot splice at all; empty where it can. Asked of the scheduler once."""
+        if self._unsupported is None:
+            reply = await self._ask(manager, CacheRequest(capabilities=True))
+            self._unsupported = [reply.message] if reply.reason else json.loads(reply.message)
+        return self._unsupported
+
+    async def splice(self, manager: Any, http_request: Any, body: SpliceRequest) -> SpliceReply:
+        """Carry out explicit directives on ids that the caller knows to be cached.
+
+        Raises:
+            PlanError: nothing could be done; with the reason.
+        """
+        await self._check_server(manager)
+        vocab_size = compat.vocab_size(manager)
+        base_ids = array("i", body.base_ids)
+        _check_ids(base_ids, vocab_size)
+        check_directives(body.directives, base_tokens=len(base_ids), vocab_size=vocab_size)
+        new_ids = array("i", apply_directives(base_ids, body.directives))
+        conversation = self.memory.open((body.extra_key, body.cache_salt or None), body.conversation)
+        like = compat.new_request(body.extra_key, body.cache_salt)
+        generate = compat.plain_generate(manager)
+        turn = self._turn(generate, manager, like, http_request, conversation, new_ids)
+        async with conversation.lock:
+            served = await turn.splice(base_ids, list(body.directives))
+            look = await turn.look()
+        if served.outcome.status is Status.REFUSED:
+            assert served.outcome.reason is not None
+            raise PlanError(served.outcome.message or "refused", reason=served.outcome.reason)
+        return SpliceReply(outcome=served.outcome, token_ids=tuple(new_ids[: max(look.new_own, look.new_shared)]))
+
+    # --- one noted request ------------------------------------------------------------------------------------------
+
+    async def _prepare(
+        self, generate: Generate, manager: Any, obj: Any, http_request: Any, text: Any
+    ) -> tuple[Outcome, Remember]:
+        """Carry out the note and point the request at the namespace to be served from."""
+        turn_id = None
+        try:
+            note = parse_note(text, max_bytes=self.config.max_note_bytes)
+            turn_id = note.turn
+            _check_request(obj)
+            await self._check_server(manager)
+            _check_ids(obj.input_ids, compat.vocab_size(manager))
+        except PlanError as error:
+            return _refused(error, turn_id), lambda _outputs: None
+        prompt_ids = array("i", obj.input_ids)
+        conversation = self.memory.open((obj.extra_key, obj.cache_salt or None), note.conversation)
+        served = await self._carry_out(generate, manager, obj, http_request, note, conversation, prompt_ids)
+        obj.cache_salt = served.cache_salt
+
+        def remember(outputs: tuple[array[int], ...]) -> None:
+            turn = RememberedTurn(prompt_ids, outputs, served.edits)
+            self.memory.remember(conversation, note.turn, turn, nonce=served.nonce)
+
+        remember(())
+        return served.outcome, remember
+
+    async def _carry_out(
+        self,
+        generate: Generate,
+        manager: Any,
+        obj: Any,
+        http_request: Any,
+        note: Note,
+        conversation: Conversation,
+        prompt_ids: array[int],
+    ) -> Served:
+        if obj.rid is None and not _num_choices(obj) > 1:
+            obj.rid = uuid.uuid4().hex
+        rid = obj.rid if isinstance(obj.rid, str) else uuid.uuid4().hex
+        turn = self._turn(generate, manager, obj, http_request, conversation, prompt_ids, note.turn, rid)
+        self._aborted[rid] = False
+        try:
+            async with conversation.lock:
+                return await turn.carry_out(note)
+        except TimeoutError:
+            message = f"the scheduler did not answer within {self.config.timeout_s} s"
+            return _plain(conversation, _refused(PlanError(message, reason=Reason.TIMEOUT), note.turn))
+        except PlanError as error:
+            return _plain(conversation, _refused(error, note.turn))
+        except Exception as error:
+            # A boundary: whatever we did wrong, the request is answered. A caller who has left is the engine's affair.
+            if http_request is not None and await http_request.is_disconnected():
+                raise
+            logger.exception("leyline: conversation %s is served without its edits", hash_id(note.conversation))
+            problem = PlanError(f"{type(error).__name__}: {error}", reason=Reason.INTERNAL_ERROR)
+            return _plain(conversation, _refused(problem, note.turn))
+        finally:
+            if self._aborted.pop(rid):
+                self._in_background(_abort_when_dispatched(manager, rid))
+
+    def _turn(
+        self,
+        generate: Generate,
+        manager: Any,
+        obj: Any,
+        http_request: Any,
+        conversation: Conversation,
+        new_ids: array[int],
+        turn_id: str | None = None,
+        rid: str | None = None,
+    ) -> Turn:
+        async def prefill(token_ids: array[int], cache_salt: str | None) -> int:
+            meta_info = await compat.prefill(
+                generate, manager, obj, http_request, token_ids=token_ids, cache_salt=cache_salt
+            )
+            finish = meta_info.get("finish_reason") or {}
+            if finish.get("type") == "abort" or (rid is not None and self._aborted.get(rid)):
+                raise PlanError(f"the prefill of R was aborted: {finish.get('message')}", reason=Reason.ABORTED)
+            return int(meta_info["prompt_tokens"]) - int(meta_info["cached_tokens"])
+
+        return Turn(
+            config=self.config,
+            memory=self.memory,
+            conversation=conversation,
+            ask=lambda request: self._ask(manager, request),
+            prefill=prefill,
+            new_ids=new_ids,
+            vocab_size=compat.vocab_size(manager),
+            turn_id=turn_id,
+            last_position=None if turn_id is None else len(new_ids) - 1,
+        )
+
+    async def _check_server(self, manager: Any) -> None:
+        if not self.config.enabled:
+            raise PlanError("LEYLINE_ENABLED is off on this server", reason=Reason.DISABLED)
+        if reasons := await self.unsupported(manager):
+            raise PlanError("; ".join(reasons), reason=Reason.UNSUPPORTED_SERVER)
+
+    async def _ask(self, manager: Any, request: CacheRequest) -> CacheReply:
+        # Shielded: cancelled here, a caller would leave its answer to the next caller of the communicator.
+        answer = self._in_background(compat.ask_scheduler(manager, request))
+        replies = await asyncio.wait_for(asyncio.shield(answer), self.config.timeout_s)
+        reply: CacheReply = replies[0]
+        return reply
+
+    def _in_background(self, work: Any) -> asyncio.Future[Any]:
+        task: asyncio.Future[Any] = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+async def _abort_when_dispatched(manager: Any, rid: str) -> None:
+    """Abort a request that was aborted before the engine knew it: as soon as the scheduler has it."""
+    while not compat.is_dispatched(manager, rid):
+        await asyncio.sleep(0.005)
+        if not compat.is_running(manager, rid):
+            return
+    manager.abort_request(rid=rid)
+
+
+def _num_choices(obj: Any) -> int:
+    return int((obj.sampling_params or {}).get("n") or 1)
+
+
+def _check_request(obj: Any) -> None:
+    """Refuse what has no single list of token ids that alone decides its KV."""
+    problem = None
+    if not isinstance(obj.input_ids, list) or not obj.input_ids or not isinstance(obj.input_ids[0], int):
+        problem = "needs one list of token ids (no text, no batch)"
+    elif obj.image_data or obj.video_data or obj.audio_data:
+        problem = "multimodal input"
+    elif obj.session_params:
+        problem = "session_params"
+    elif obj.positional_embed_overrides is not None:
+        problem = "embedding overrides"
+    elif isinstance(obj.extra_key, list) or isinstance(obj.cache_salt, list):
+        problem = "lists of cache keys"
+    if problem:
+        raise PlanError(f"this request cannot be spliced: {problem}", reason=Reason.UNSUPPORTED_REQUEST)
+
+
+def _check_ids(token_ids: Any, vocab_size: int) -> None:
+    # Also ids within int32 by this; a larger one would not fit the arrays that are remembered.
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        raise PlanError(
+            f"token ids must lie in [0, {vocab_size}), got {min(token_ids)} to {max(token_ids)}",
+            reason=Reason.TOKEN_OUT_OF_VOCABULARY,
+        )
+
+
+def _check_vocabulary(input_ids: Any, vocab_size: int) -> None:
+    """Answer 400 to ids outside the vocabulary, which kill a stock server when they reach a prefill."""
+    if isinstance(input_ids, list) and input_ids and isinstance(input_ids[0], int):
+        try:
+            _check_ids(input_ids, vocab_size)
+        except PlanError as error:
+            raise ValueError(str(error)) from error
+
+
+def _refused(error: PlanError, turn_id: str | None) -> Outcome:
+    return Outcome(status=Status.REFUSED, reason=Reason(error.reason), message=str(error), turn=turn_id)
+
+
+def _plain(conversation: Conversation, outcome: Outcome) -> Served:
+    return Served(outcome, conversation.scope[1], conversation.nonce)
