@@ -1,0 +1,77 @@
+"""Edit an agent's history by policy and let the serving engine keep its KV cache."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from leyline_agent.answers import ChatReply
+    from leyline_agent.client import AsyncClient, ChatStream, Client
+    from leyline_agent.conversation import Conversation, PreparedTurn
+    from leyline_agent.conversation_pool import ConversationPool
+    from leyline_agent.core.protocol import Mode, Outcome, Reason, SpliceReply, SpliceRequest, Status
+    from leyline_agent.errors import (
+        LeylineError,
+        PlanError,
+        PolicyError,
+        SpliceRejectedError,
+        SpliceTransportError,
+        UnsupportedServerError,
+    )
+    from leyline_agent.policy.loader import load_policy
+    from leyline_agent.policy.schema import Policy
+    from leyline_agent.telemetry import Telemetry, Usage
+
+__all__ = [
+    "AsyncClient",
+    "ChatReply",
+    "ChatStream",
+    "Client",
+    "Conversation",
+    "ConversationPool",
+    "LeylineError",
+    "Mode",
+    "Outcome",
+    "PlanError",
+    "Policy",
+    "PolicyError",
+    "PreparedTurn",
+    "Reason",
+    "SpliceRejectedError",
+    "SpliceReply",
+    "SpliceRequest",
+    "SpliceTransportError",
+    "Status",
+    "Telemetry",
+    "UnsupportedServerError",
+    "Usage",
+    "load_policy",
+]
+
+_MODULES = {
+    "answers": ("ChatReply",),
+    "client": ("AsyncClient", "ChatStream", "Client"),
+    "conversation": ("Conversation", "PreparedTurn"),
+    "conversation_pool": ("ConversationPool",),
+    "core.protocol": ("Mode", "Outcome", "Reason", "SpliceReply", "SpliceRequest", "Status"),
+    "errors": (
+        "LeylineError",
+        "PlanError",
+        "PolicyError",
+        "SpliceRejectedError",
+        "SpliceTransportError",
+        "UnsupportedServerError",
+    ),
+    "policy.loader": ("load_policy",),
+    "policy.schema": ("Policy",),
+    "telemetry": ("Telemetry", "Usage"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on first use: the server's plugin imports `leyline_agent.core` and must not pull in an HTTP client.
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

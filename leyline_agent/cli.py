@@ -186,8 +186,10 @@ def _health(args: argparse.Namespace) -> int:
     if not isinstance(capabilities, dict):
         raise LeylineError(f"{url}: got {capabilities!r:.80}, expected an object")
     print(json.dumps(capabilities, indent=2, ensure_ascii=False))
+    if capabilities.get("enabled") is False:
+        raise LeylineError(f"{url}: the plugin is there and switched off")
     if capabilities.get("supported") is not True:
-        raise LeylineError(f"{url}: the plugin is loaded but does not splice here; the reasons are above")
+        raise LeylineError(f"{url}: the plugin is there and cannot splice on this server; see 'unsupported' above")
     return 0
 
 

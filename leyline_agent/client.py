@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -169,7 +168,7 @@ class AsyncClient:
 
     async def chat(self, conversation: Conversation, messages: Sequence[Mapping[str, Any]], **body: Any) -> ChatReply:
         """As `Client.chat`."""
-        prepared = await prepare_async(conversation, _chat_body(messages, body))
+        prepared = await conversation.prepare_async(_chat_body(messages, body))
         response = await self._send("POST", _CHAT, json=prepared.body, headers=prepared.headers)
         reply = read_reply(_checked(response).headers, _json(response))
         _commit(conversation, prepared, reply, self._strict)
@@ -180,7 +179,7 @@ class AsyncClient:
         self, conversation: Conversation, messages: Sequence[Mapping[str, Any]], **body: Any
     ) -> AsyncIterator[ChatStream]:
         """As `Client.stream`; iterate with `async for`."""
-        prepared = await prepare_async(conversation, {**_chat_body(messages, body), "stream": True})
+        prepared = await conversation.prepare_async({**_chat_body(messages, body), "stream": True})
         try:
             async with self._http.stream("POST", _CHAT, json=prepared.body, headers=prepared.headers) as response:
                 if response.is_error:
@@ -213,13 +212,6 @@ class AsyncClient:
             return await self._http.request(method, path, **arguments)
         except httpx.HTTPError as error:
             raise _unreachable(method, path, error) from error
-
-
-async def prepare_async(conversation: Conversation, body: Mapping[str, Any]) -> PreparedTurn:
-    """Prepare a turn, in a thread where a tokenizer takes part, since that may send a request of its own."""
-    if conversation.uses_tokenizer:
-        return await asyncio.to_thread(conversation.prepare, body)
-    return conversation.prepare(body)
 
 
 def _chat_body(messages: Sequence[Mapping[str, Any]], body: Mapping[str, Any]) -> dict[str, Any]:
@@ -287,5 +279,5 @@ def _capabilities(response: httpx.Response) -> dict[str, Any]:
 def _require_route(response: httpx.Response) -> None:
     if response.status_code == httpx.codes.NOT_FOUND:
         raise UnsupportedServerError(
-            f"{response.request.url.path} is not found: the server runs no Leyline plugin, or a gateway stands before it"
+            f"{response.request.url.path} is not found: the server runs no Leyline plugin, or a gateway hides the route"
         )

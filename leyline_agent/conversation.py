@@ -6,6 +6,7 @@ request into the one to send, `commit` takes what came back.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import json
@@ -72,11 +73,6 @@ class PreparedTurn:
     prompt: PromptDigest
     amortized: frozenset[str]
     """Digests of the messages whose edits this note lets the server amortize."""
-
-    @property
-    def custom_params(self) -> dict[str, Any]:
-        """What was put into the request's `custom_params`, for adapters that build the request themselves."""
-        return {} if self.note is None else {NOTE_KEY: note_json(self.note)}
 
 
 class Conversation:
@@ -153,11 +149,6 @@ class Conversation:
     def routing_key(self) -> str:
         """A hash of the id, by which a gateway keeps the conversation on one worker."""
         return hashlib.sha256(b"leyline-route:" + self.id.encode()).hexdigest()[:32]
-
-    @property
-    def uses_tokenizer(self) -> bool:
-        """Whether `prepare` tokenizes, which may take a request to the server."""
-        return self._tokenizer is not None
 
     def edit(
         self,
@@ -252,6 +243,12 @@ class Conversation:
             prompt=prompt,
             amortized=amortized,
         )
+
+    async def prepare_async(self, body: Mapping[str, Any]) -> PreparedTurn:
+        """As `prepare`; in a thread where a tokenizer takes part, since that may send a request of its own."""
+        if self._tokenizer is None:
+            return self.prepare(body)
+        return await asyncio.to_thread(self.prepare, body)
 
     def commit(
         self,

@@ -46,9 +46,9 @@ def check_replacement(message: Message, replacement: Message) -> None:
     """
     if _pairing(message) != _pairing(replacement):
         raise ValueError(
-            f"got a replacement with (is a tool result, tool_call_id, ids of calls) = {_pairing(replacement)}, expected those of "
-            f"the message, {_pairing(message)}, since a call and its results belong together; to remove both, "
-            "replace by None"
+            f"got a replacement with (is a result, tool_call_id, ids of calls) = {_pairing(replacement)}, expected "
+            f"those of the message, {_pairing(message)}, since a call and its results belong together; to remove "
+            "both, replace by None"
         )
 
 

@@ -71,6 +71,11 @@ def copy_rotate_(
             )
     if src_slots.shape != dst_slots.shape:
         raise ValueError(f"got {len(src_slots)} src_slots for {len(dst_slots)} dst_slots, expected as many")
+    # `index_copy_` has written some rows when it meets a bad slot. On a GPU this check would wait for the device.
+    if buffer.is_cpu and len(dst_slots) and not 0 <= int(dst_slots.min()) <= int(dst_slots.max()) < len(buffer):
+        raise IndexError(
+            f"dst_slots: got {int(dst_slots.min())} to {int(dst_slots.max())}, expected slots of 0 to {len(buffer) - 1}"
+        )
     rows = buffer.index_select(0, src_slots)
     _rotate_(rows, layout, cos, sin, is_neox_style)
     buffer.index_copy_(0, dst_slots.long(), rows)
@@ -93,5 +98,8 @@ def _rotate_(rows: torch.Tensor, layout: RowLayout, cos: torch.Tensor, sin: torc
     x, y = first.float(), second.float()
     # Multiplying by 1 and 0 keeps a value but not the sign of a zero, nor a neighbour's infinity out.
     is_identity = (cos == 1) & (sin == 0)
-    first.copy_(torch.where(is_identity, x, x * cos - y * sin))
-    second.copy_(torch.where(is_identity, y, x * sin + y * cos))
+    turned_x = torch.where(is_identity, x, x * cos - y * sin)
+    turned_y = torch.where(is_identity, y, x * sin + y * cos)
+    # Only now: in float32 `x` and `y` are views of the rows themselves.
+    first.copy_(turned_x)
+    second.copy_(turned_y)

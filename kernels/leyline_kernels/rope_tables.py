@@ -41,3 +41,39 @@ def delta_table(inv_freq: torch.Tensor, position_delta: int | torch.Tensor) -> t
     else:
         angles = position_delta * inv_freq.double()  # [rope_dim / 2]
     return angles.cos().float(), angles.sin().float()
+
+
+def move_table(
+    inv_freq: torch.Tensor, old_positions: torch.Tensor, new_positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosine and sine of each row's own move, each float32 `[num_rows, rope_dim / 2]`, of norm 1.
+
+    A model turns a key by `fl(position * inv_freq)`, the product rounded to float32, which at position 50,000 is up to
+    0.002 radians from the true product. `delta_table` keeps the old position's rounding in the moved key. Here the
+    delta is the difference of the two rounded angles, so the moved key stands where a fresh one would, and edits in a
+    row add no angle error.
+
+    Args:
+        inv_freq: `[rope_dim / 2]` float32, from the model's own rotary embedding.
+        old_positions: Integer vector `[num_rows]`, where the stored keys were turned to.
+        new_positions: Likewise, where they go.
+
+    Raises:
+        ValueError: `inv_freq` is not a float32 vector, or the positions are not integer vectors of one length.
+    """
+    if inv_freq.dim() != 1 or inv_freq.dtype != torch.float32:
+        raise ValueError(
+            f"inv_freq: got {inv_freq.dtype} of shape {tuple(inv_freq.shape)}, expected float32 [rope_dim / 2]"
+        )
+    for positions in (old_positions, new_positions):
+        integers = positions.dtype in (torch.int32, torch.int64)
+        if positions.dim() != 1 or not integers or positions.shape != old_positions.shape:
+            raise ValueError(
+                f"positions: got {positions.dtype} of shape {tuple(positions.shape)}, expected two integer vectors of "
+                "the same length"
+            )
+    # Multiplied in float32, as the model's cache is; subtracted in float64, where the difference is exact.
+    old = (old_positions.to(torch.float32).unsqueeze(-1) * inv_freq).double()
+    new = (new_positions.to(torch.float32).unsqueeze(-1) * inv_freq).double()
+    angles = new - old  # [num_rows, rope_dim / 2]
+    return angles.cos().float(), angles.sin().float()

@@ -1,0 +1,1 @@
+"""Adapters to agent frameworks; import the one you need, each names the extra that it needs."""

@@ -45,7 +45,7 @@ def load_policy(path_or_name: str | os.PathLike[str]) -> Policy:
     except OSError as error:
         raise PolicyError(f"cannot read it: {error.strerror or error}{_shipped_hint()}", file=file) from error
     try:
-        text = content.decode("utf-8-sig")
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         before = content[: error.start]
         raise PolicyError(
@@ -78,7 +78,10 @@ def parse_policy(text: str, *, file: str = "<string>") -> Policy:
     try:
         return Policy.model_validate(document.value)
     except ValidationError as error:
-        mistakes = [_policy_error(details, document, file) for details in error.errors(include_url=False)]
+        found = error.errors(include_url=False)
+        # A misspelt key is also missing under its right name; the misspelling is what to say.
+        found = [details for details in found if details["type"] != "missing"] or found
+        mistakes = [_policy_error(details, document, file) for details in found]
         raise min(mistakes, key=lambda mistake: (mistake.line or 0, mistake.column or 0)) from error
 
 

@@ -66,21 +66,24 @@ class Serving:
             http_request.scope[SCOPE_KEY] = outcome
         _check_vocabulary(obj.input_ids, compat.vocab_size(manager))
         deltas = bool(obj.stream) and compat.streams_deltas(manager)
-        outputs: dict[str, list[int]] = {}
+        outputs: dict[str, array[int]] = {}
         try:
             # Closed with us, so that a caller who leaves is noticed at once.
             async with aclosing(original(manager, obj, http_request)) as stream:
                 async for output in stream:
                     for choice in output if isinstance(output, list) else [output]:
-                        meta_info, output_ids = choice["meta_info"], choice.get("output_ids") or []
-                        seen = outputs.get(meta_info["id"], []) if deltas else []
-                        outputs[meta_info["id"]] = [*seen, *output_ids]
+                        meta_info, output_ids = choice["meta_info"], array("i", choice.get("output_ids") or [])
+                        seen = outputs.get(meta_info["id"])
+                        outputs[meta_info["id"]] = seen + output_ids if deltas and seen else output_ids
                         if meta_info.get("finish_reason"):
                             meta_info[META_KEY] = outcome.model_dump(mode="json")
+                            # Now, not when the stream is closed: the next turn may come before that.
+                            remember(tuple(outputs.values()))
                     yield output
         finally:
-            # In whatever way the request ended; a cancelled one lands here too.
-            remember(tuple(array("i", output_ids) for output_ids in outputs.values()))
+            # In whatever way the request ended; a cancelled one lands here.
+            if outputs:
+                remember(tuple(outputs.values()))
 
     def abort(self, original: Callable[..., Any], manager: Any, rid: str = "", abort_all: bool = False) -> Any:
         """Stand around `TokenizerManager.abort_request`, which knows nothing of a request between our own steps."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from leyline_kernels.layout import MlaLayout
 from leyline_kernels.reference import copy_rotate_
-from leyline_kernels.rope_tables import delta_table
+from leyline_kernels.rope_tables import delta_table, move_table
 
 from leyline_agent.core.protocol import Reason
 from leyline_sglang import compat
@@ -127,17 +127,21 @@ class _Transaction:
         num_head = max(0, request.dst_start - matched)
         if num_head:
             assert head is not None
-            _copy_rows_(pool, head.slots[matched : request.dst_start], slots[:num_head], position_delta=0)
-        kept_from = request.src_start + max(0, matched - request.dst_start)
-        kept_to = kept_from + len(slots) - num_head
-        delta = request.dst_start - request.src_start
-        _copy_rows_(pool, base.slots[kept_from:kept_to], slots[num_head:], position_delta=delta)
+            _copy_rows_(pool, head.slots[matched : request.dst_start], slots[:num_head], old_start=0, new_start=0)
+        num_there = max(0, matched - request.dst_start)
+        old_start, new_start = request.src_start + num_there, request.dst_start + num_there
+        kept = base.slots[old_start : old_start + len(slots) - num_head]
+        _copy_rows_(pool, kept, slots[num_head:], old_start=old_start, new_start=new_start)
         return num_head
 
 
-def _copy_rows_(pool: MlaPool, src: torch.Tensor, dst: torch.Tensor, *, position_delta: int) -> None:
-    """Copy rows of every layer from `src` to `dst` slots and rotate their position band, in place in the pool."""
+def _copy_rows_(pool: MlaPool, src: torch.Tensor, dst: torch.Tensor, *, old_start: int, new_start: int) -> None:
+    """Copy a run of rows of every layer from `src` to `dst` slots and turn them to their new positions, in place."""
     layout = MlaLayout(pool.kv_lora_rank, pool.qk_rope_head_dim)
-    cos, sin = delta_table(pool.inv_freq, position_delta)
+    if old_start == new_start:
+        cos, sin = delta_table(pool.inv_freq, 0)
+    else:
+        old_positions = torch.arange(old_start, old_start + len(src), device=src.device)
+        cos, sin = move_table(pool.inv_freq, old_positions, old_positions + (new_start - old_start))
     for buffer in pool.buffers:
         copy_rotate_(buffer, src, dst, layout=layout, cos=cos, sin=sin, is_neox_style=pool.is_neox_style)

@@ -81,6 +81,8 @@ class Turn:
                 reason=Reason.UNKNOWN_BASE,
                 message=f"turn {note.base!r} is not remembered here: it never came, is too old, or was flushed",
             )
+        # Its retries and branches come back to it, so it is not the oldest any more.
+        self.conversation.turns.move_to_end(note.base)
         if note.mode == "reprefill":
             return await self._serve(Status.REPREFILL, edits=base.edits)
         try:

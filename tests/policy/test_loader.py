@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import leyline_agent
+from leyline_agent.errors import PolicyError
+from leyline_agent.policy import load_policy, parse_policy, shipped_policies
+from leyline_agent.policy.loader import MAX_POLICY_BYTES
+
+_GOOD = """\
+version: 1
+rules:
+  - name: old
+    select: {role: tool, older_than: {turns: 2}}
+    replace: "[{tool}]"
+"""
+
+
+def _with(old: str, new: str) -> str:
+    assert old in _GOOD
+    return _GOOD.replace(old, new)
+
+
+_TURNS = "rules[0].select.older_than.turns"
+_MISTAKES = [
+    pytest.param(
+        _with("role:", "rol:"), 4, 14, "rules[0].select.rol", ["unknown key", "did you mean 'role'?"], id="unknown key"
+    ),
+    pytest.param(_with("turns:", "trns:"), 4, 39, "rules[0].select.older_than.trns", ["'turns'?"], id="nested key"),
+    pytest.param("versoin: 1\nrules: []", 1, 1, "versoin", ["did you mean 'version'?"], id="unknown key at the top"),
+    pytest.param(
+        _with("role: tool", "role: tol"),
+        4,
+        20,
+        "rules[0].select.role",
+        ["got the text 'tol'", "'tool', 'user' or 'assistant'", "did you mean 'tool'?"],
+        id="unknown value",
+    ),
+    pytest.param(
+        _GOOD + "    mode: amortise\n", 6, 11, "rules[0].mode", ["did you mean 'amortize'?"], id="unknown mode"
+    ),
+    pytest.param(_with("turns: 2", "turns: '2'"), 4, 46, _TURNS, ["the text '2'"], id="type"),
+    pytest.param(
+        _with("{turns: 2}", "2"), 4, 38, "rules[0].select.older_than", ["got 2", "keys turns"], id="number for mapping"
+    ),
+    pytest.param(_with("turns: 2", "turns: -1"), 4, 46, _TURNS, ["0 or more"], id="negative"),
+    pytest.param(_with("turns: 2", "turns: yes"), 4, 46, _TURNS, ["got true"], id="bool"),
+    pytest.param(_with("role: tool", "role: tool, tool: 3"), 4, 32, "rules[0].select.tool", ["a list"], id="tool type"),
+    pytest.param(
+        _with("role: tool", "role: tool, tool: [a, 3]"), 4, 36, "rules[0].select.tool[1]", ["text"], id="tool in a list"
+    ),
+    pytest.param(
+        _with("role: tool", "role: user, tool: bash"),
+        4,
+        26,
+        "rules[0].select.tool",
+        ["'role: tool'"],
+        id="tool of user",
+    ),
+    pytest.param(
+        _with("role: tool", "role: tool, opening: true"),
+        4,
+        26,
+        "rules[0].select.opening",
+        ["'role: user'"],
+        id="opening",
+    ),
+    pytest.param(_GOOD + "    drop: true\n", 6, 5, "rules[0].drop", ["2 actions, replace and drop"], id="two actions"),
+    pytest.param(
+        "version: 1\nrules:\n  - name: old\n    select: {role: tool}\n",
+        3,
+        5,
+        "rules[0]",
+        ["'old' does nothing", "replace, drop, collapse"],
+        id="no action",
+    ),
+    pytest.param(_with('replace: "[{tool}]"', "drop: false"), 5, 11, "rules[0].drop", ["expected true"], id="false"),
+    pytest.param(_with('"[{tool}]"', "''"), 5, 14, "rules[0].replace", ["not empty"], id="empty stub"),
+    pytest.param(
+        _with("{tool}]", "{tol}]"), 5, 5, "rules[0].replace", ["{tol}", "did you mean {tool}?"], id="placeholder"
+    ),
+    pytest.param(_with("{tool}]", "{turns}]"), 5, 5, "rules[0].replace", ["{turns}"], id="placeholder of collapse"),
+    pytest.param(_with("{tool}]", "{tool!r}]"), 5, 5, "rules[0].replace", ["more than a name"], id="conversion"),
+    pytest.param(_with("{tool}]", "{tool.x}]"), 5, 5, "rules[0].replace", ["more than a name"], id="attribute"),
+    pytest.param(_with("{tool}]", "}"), 5, 5, "rules[0].replace", ["literal brace"], id="single brace"),
+    pytest.param(
+        _with("role: tool, older", "role: user, older"),
+        5,
+        5,
+        "rules[0].replace",
+        ["{tool}", "{lines}"],
+        id="tool of user",
+    ),
+    pytest.param(
+        _with("role: tool", "role: user").replace("replace", "collapse"),
+        5,
+        5,
+        "rules[0].collapse",
+        ["'role: tool'"],
+        id="collapse of user",
+    ),
+    pytest.param(
+        _GOOD + "  - {name: old, select: {role: tool}, drop: true}\n", 6, 6, "rules[1].name", ["second"], id="names"
+    ),
+    pytest.param(_with("name: old", "name:"), 3, 10, "rules[0].name", ["got nothing"], id="empty value"),
+    pytest.param(_with("version: 1", "version: 2"), 1, 10, "version", ["expected 1, got 2"], id="version"),
+    pytest.param(_with("version: 1", "version: '1'"), 1, 10, "version", ["expected 1, got '1'"], id="version as text"),
+    pytest.param(_with("version: 1", "version: true"), 1, 10, "version", ["got True"], id="version as bool"),
+    pytest.param("rules: []\n", 1, 1, "version", ["missing"], id="no version"),
+    pytest.param("version: 1\n", 1, 1, "rules", ["missing"], id="no rules"),
+    pytest.param("version: 1\nrules: {}\n", 2, 8, "rules", ["a mapping", "a list"], id="rules as mapping"),
+    pytest.param("version: 1\nrules: [x]\n", 2, 9, "rules[0]", ["'x'", "name, select"], id="rule as text"),
+    pytest.param(_GOOD + "keep: {last: -2}\n", 6, 14, "keep.last", ["got -2", "0 or more"], id="negative guard"),
+    pytest.param(_GOOD + "rules: []\n", 6, 1, "rules", ["twice", "line 2"], id="duplicate key"),
+    pytest.param(_with("role: tool", "role: tool, role: user"), 4, 26, "rules[0].select.role", ["twice"], id="nested"),
+    pytest.param("version: 1\non: 2\nrules: []", 2, 1, None, ["'on'"], id="key that YAML reads as a bool"),
+    pytest.param("version: 1\n? [a]\n: 2\n", 2, 3, None, ["a list or mapping"], id="key that is a list"),
+    pytest.param("version: 1\nrules:\n\t- name: x\n", 3, 1, None, ["not valid YAML", "tab"], id="tab"),
+    pytest.param("version: 1\nrules: [\n", 3, 1, None, ["not valid YAML"], id="open bracket"),
+    pytest.param("version: 1\nrules: []]\n", 2, 10, None, ["not valid YAML", "rules: []]"], id="bracket too many"),
+    pytest.param("version: 1\n---\nversion: 1\n", 2, 1, None, ["not valid YAML", "document"], id="two documents"),
+    pytest.param("version: 1\nrules: !!python/name:os.system []", 2, 8, None, ["tag"], id="python tag"),
+    pytest.param("version: 1\nname: 2020-13-13\nrules: []", 2, 7, None, ["month", "quote it"], id="no such month"),
+    pytest.param("version: " + "9" * 5000, 1, 10, None, ["digits"], id="number without end"),
+    pytest.param("version: 1\nname: a\x07b\n", 2, 8, None, ["'\\x07'"], id="control character"),
+    pytest.param("", 1, 1, None, ["empty", "version: 1"], id="empty"),
+    pytest.param("# only a comment\n", 1, 1, None, ["empty"], id="comment"),
+    pytest.param("- version: 1\n", 1, 1, None, ["a list", "mapping"], id="list at the top"),
+    pytest.param("hello", 1, 1, None, ["the text 'hello'"], id="text at the top"),
+    pytest.param("a: &a [x]\nb: [*a, *a]\n", 2, 5, None, ["alias '*a'"], id="alias"),
+    pytest.param("a: " + "[" * 100_000, 1, 35, None, ["deep"], id="nested without end"),
+]
+
+
+@pytest.mark.parametrize(("text", "line", "column", "key", "words"), _MISTAKES)
+def test_a_mistake_is_reported_with_its_place(
+    text: str, line: int, column: int, key: str | None, words: list[str]
+) -> None:
+    with pytest.raises(PolicyError) as caught:
+        parse_policy(text, file="policy.yaml")
+
+    error = caught.value
+    assert (error.file, error.line, error.column, error.key) == ("policy.yaml", line, column, key)
+    assert [word for word in words if word not in str(error)] == []
+    assert str(error).startswith(f"policy.yaml:{line}:{column}: ")
+
+
+def test_of_several_mistakes_the_topmost_is_reported() -> None:
+    with pytest.raises(PolicyError) as caught:
+        parse_policy("rulez: []\nversion: 2\nrules: {}\n")
+
+    assert caught.value.key == "rulez"
+
+
+def test_text_above_the_limit_is_refused() -> None:
+    with pytest.raises(PolicyError, match="page of YAML"):
+        parse_policy("#" * (MAX_POLICY_BYTES + 1))
+
+
+def test_a_missing_file_names_the_shipped_policies(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match=r"absent\.yaml: no such file.*keep_last_tool_outputs, none"):
+        load_policy(tmp_path / "absent.yaml")
+
+
+def test_a_misspelt_name_gets_a_suggestion() -> None:
+    with pytest.raises(PolicyError, match="did you mean 'keep_last_tool_outputs'"):
+        load_policy("keep_last_tool_output")
+
+
+def test_a_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match="folder"):
+        load_policy(tmp_path)
+
+
+def test_a_file_that_is_not_utf_8_is_refused_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "latin.yaml"
+    file.write_bytes(b"version: 1\nname: caf\xe9\nrules: []\n")
+
+    with pytest.raises(PolicyError, match=r"0xe9.*UTF-8") as caught:
+        load_policy(file)
+
+    assert caught.value.line == 2
+
+
+def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
+    file = tmp_path / "windows.yaml"
+    file.write_bytes(b"\xef\xbb\xbf" + _GOOD.replace("\n", "\r\n").encode())
+
+    assert load_policy(file) == parse_policy(_GOOD)
+
+
+def test_a_file_without_a_suffix_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").write_text(_GOOD, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+
+    assert load_policy("mine") == parse_policy(_GOOD)
+
+
+def test_a_shipped_name_is_not_shadowed_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "none").write_text(_GOOD, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+
+    assert load_policy("none").rules == ()
+
+
+@pytest.mark.parametrize("name", ["keep_last_tool_outputs", "none"])
+def test_shipped_policies_load_and_are_called_what_their_file_is(name: str) -> None:
+    assert name in shipped_policies()
+    assert load_policy(name).name == name
+    assert load_policy(name).description
+
+
+def test_every_shipped_policy_is_tested() -> None:
+    assert shipped_policies() == ("keep_last_tool_outputs", "none")
+
+
+def test_shipped_policies_are_found_inside_an_installed_package(tmp_path: Path) -> None:
+    package = Path(leyline_agent.__file__).parent
+    shutil.copytree(package, tmp_path / "leyline_agent", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(package.parent / "policies", tmp_path / "leyline_agent" / "policies")
+    program = "import leyline_agent.policy as p; print(p.__file__, p.load_policy('none').name)"
+
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+
+    assert done.stdout.split() == [str(tmp_path / "leyline_agent" / "policy" / "__init__.py"), "none"], done.stderr

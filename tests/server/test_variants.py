@@ -1,0 +1,123 @@
+"""The same on the other ways to run the server: both IPC encodings, both tree cores, two ranks; and what is refused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from .live import Live, new_conversation, note
+
+pytestmark = pytest.mark.sglang
+
+VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "msgpack_python_core": (
+        (),
+        {"SGLANG_USE_PICKLE_IPC": "0", "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"},
+    ),
+    "two_ranks": (("--tp-size", "2"), {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}),
+}
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def variant(request: pytest.FixtureRequest, serve_probed: Callable[..., Any]) -> Any:
+    args, env = VARIANTS[request.param]
+    with serve_probed(*args, **env) as live:
+        live.name = request.param
+        yield live
+
+
+def test_splices_refusals_and_isolation(variant: Live) -> None:
+    live, conversation, base = variant, new_conversation(), variant.ids(400, 1)
+    prompt = base[:50] + live.ids(6, 2) + base[150:] + live.ids(8, 3)
+    clean = live.generate(prompt, max_new_tokens=12)
+    live.flush()
+    live.generate(base, note(conversation, "1"))
+    spliced = live.generate(prompt, note(conversation, "2", "1"), max_new_tokens=12)
+    assert spliced.outcome is not None
+    assert spliced.outcome["status"] == "spliced"
+    assert spliced.cached_tokens == len(prompt) - 8
+    assert live.generate(prompt, max_new_tokens=12).output_ids == clean.output_ids != spliced.output_ids
+    again = live.generate(prompt, note(conversation, "2b", "1"), max_new_tokens=12)
+    assert again.output_ids in (spliced.output_ids, clean.output_ids)
+    for their_note in ("{", note(conversation, "3", "none")):
+        refused = live.generate(prompt, their_note)
+        assert refused.outcome is not None
+        assert refused.outcome["status"] == "refused"
+    live.assert_conserved()
+
+
+def test_edits_while_other_requests_decode(variant: Live) -> None:
+    _check_edits_beside_streams(variant)
+
+
+def test_edits_while_other_requests_decode_on_the_default_server(live: Live) -> None:
+    _check_edits_beside_streams(live)
+
+
+def _check_edits_beside_streams(live: Live) -> None:
+    live.flush()
+    prompts = [live.ids(80, 10 + idx) for idx in range(3)]
+    alone = [live.generate(prompt, max_new_tokens=150).output_ids for prompt in prompts]
+    beside: dict[int, list[int]] = {}
+
+    def decode(idx: int) -> None:
+        beside[idx] = live.generate(prompts[idx], max_new_tokens=150).output_ids
+
+    threads = [threading.Thread(target=decode, args=(idx,)) for idx in range(3)]
+    for thread in threads:
+        thread.start()
+    edits_beside = 0
+    for idx in range(12):
+        conversation, base = new_conversation(), live.ids(150, 50 + idx)
+        live.generate(base, note(conversation, "1"), max_new_tokens=1)
+        answer = live.generate(base[:30] + live.ids(9, idx) + base[50:] + [77], note(conversation, "2", "1"))
+        assert answer.outcome is not None
+        assert answer.outcome["status"] == "spliced"
+        edits_beside += any(thread.is_alive() for thread in threads)
+    for thread in threads:
+        thread.join()
+    assert edits_beside >= 3, "the others had ended before the edits; make them longer"
+    assert [beside[idx] for idx in range(3)] == alone
+    live.assert_conserved()
+
+
+def test_default_server_runs_the_rust_core_with_pickle(live: Live) -> None:
+    """So that the variants above are indeed others."""
+    assert "Rust" in live.counts()["tree_core"]
+
+
+@pytest.mark.parametrize(
+    ("args", "env", "reason", "said"),
+    [
+        (("--page-size", "16"), {}, "unsupported_server", "page size 16"),
+        (("--disable-radix-cache",), {}, "unsupported_server", "--disable-radix-cache"),
+        ((), {"LEYLINE_ENABLED": "0"}, "disabled", "LEYLINE_ENABLED"),
+    ],
+    ids=["page_size", "no_radix_cache", "switched_off"],
+)
+def test_what_cannot_be_served_is_refused_with_its_reason(
+    serve_probed: Callable[..., Any], args: tuple[str, ...], env: dict[str, str], reason: str, said: str
+) -> None:
+    with serve_probed(*args, **env) as live:
+        conversation, base = new_conversation(), live.ids(100, 1)
+        live.generate(base, note(conversation, "1"))
+        answer = live.generate(base[:20] + base[50:], note(conversation, "2", "1"))
+        assert answer.status_code == 200
+        assert len(answer.output_ids) == 4
+        assert answer.outcome is not None
+        assert (answer.outcome["status"], answer.outcome["reason"]) == ("refused", reason)
+        assert said in answer.outcome["message"]
+        capabilities = live.http.get("/leyline/capabilities").json()
+        assert capabilities["supported"] is (reason == "disabled")
+        assert capabilities["enabled"] is (reason != "disabled")
+
+
+def test_a_wrong_setting_is_told_and_the_server_runs_plain(serve_probed: Callable[..., Any]) -> None:
+    with serve_probed(LEYLINE_TIMEOUT_S="soon") as live:
+        capabilities = live.http.get("/leyline/capabilities").json()
+        assert capabilities["supported"] is False
+        assert "LEYLINE_TIMEOUT_S" in capabilities["unsupported"][0]
+        assert live.generate(live.ids(20, 1), note(new_conversation(), "1")).outcome is None
