@@ -13,6 +13,7 @@ import json
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from typing import Any, Literal
 from leyline_agent.client_plan import RenderedFrom, plan_on_client
 from leyline_agent.core.edits import Edit, apply_edits
 from leyline_agent.core.messages import Message, messages_from_openai
-from leyline_agent.core.protocol import NOTE_KEY, ROUTING_HEADER, Mode, Note, Outcome, Status
+from leyline_agent.core.protocol import NOTE_KEY, ROUTING_HEADER, Mode, Note, Outcome
 from leyline_agent.digests import (
     AnswerDigest,
     AnsweredTurn,
@@ -30,6 +31,8 @@ from leyline_agent.digests import (
     digest_prompt,
     goes_on,
 )
+from leyline_agent.edit_ledger import NO_IDS, EditIds, EditLedger
+from leyline_agent.errors import PlanError
 from leyline_agent.manual_edits import (
     ManualEdit,
     MessageKey,
@@ -44,13 +47,8 @@ from leyline_agent.policy.schema import Policy
 from leyline_agent.telemetry import Telemetry, Usage, warn_fallback
 from leyline_agent.tokenizers import Tokenizer
 
-EditIds = frozenset[str] | Literal["all"]
 PolicyLike = Policy | str | PathLike[str] | None
 
-_NO_IDS: frozenset[str] = frozenset()
-# A message that is edited anew each turn would otherwise collect ids without end.
-_MAX_IDS_OF_A_MESSAGE = 256
-_MAX_UNANSWERED = 32
 _MIN_KEY_BYTES = 16
 
 
@@ -122,12 +120,7 @@ class Conversation:
         self._base_rendered: RenderedFrom | None = None
         self._seen: list[Message] = []
         self._manual: dict[MessageKey, ManualEdit] = {}
-        self._edit_ids: dict[str, EditIds] = {}
-        """Of each message that was amortized away: the edits that did it."""
-        self._unanswered: dict[str, frozenset[str]] = {}
-        """By turn: messages whose edits the server may have amortized without our having got their ids."""
-        self._owed: EditIds = _NO_IDS
-        """Edits that were to be forgotten by a turn which the server refused."""
+        self._ledger = EditLedger()
 
     @classmethod
     def for_thread(cls, key: str | bytes, thread_id: str, policy: PolicyLike = None, **options: Any) -> Conversation:
@@ -220,17 +213,15 @@ class Conversation:
         comparison = compare(known, prompt, messages) if known else None
         note = self._note(turn, known, comparison)
         if self._tokenizer is not None and known and rendered and note.mode == "amortize":
-            plan = plan_on_client(self._tokenizer, rendered, new_body)
-            note = note.model_copy(
-                update={"directives": plan.directives, "base_len": plan.base_len, "base_hash": plan.base_hash}
-            )
+            # Without a plan the note leaves the diff to the server, whose outcome then tells the reason.
+            with suppress(PlanError):
+                plan = plan_on_client(self._tokenizer, rendered, new_body)
+                note = note.model_copy(
+                    update={"directives": plan.directives, "base_len": plan.base_len, "base_hash": plan.base_hash}
+                )
         amortized = comparison.edited if comparison and note.mode == "amortize" else frozenset()
-        if amortized:
-            with self._lock:
-                self._unanswered[turn] = amortized
-                if len(self._unanswered) > _MAX_UNANSWERED:
-                    oldest = next(iter(self._unanswered))
-                    self._edit_ids |= dict.fromkeys(self._unanswered.pop(oldest), "all")
+        with self._lock:
+            self._ledger.send(turn, amortized)
         new_body["custom_params"] = {**(body.get("custom_params") or {}), NOTE_KEY: note_json(note)}
         return PreparedTurn(
             turn=turn,
@@ -276,8 +267,7 @@ class Conversation:
                 num_ids = usage.prompt_tokens + usage.completion_tokens if usage else None
                 self._base_rendered = RenderedFrom(prepared.body, message.to_openai(), num_ids)
             self.last_answer, self.last_outcome = message.to_openai(), outcome
-            self._unanswered.pop(prepared.turn, None)
-            self._remember_edit_ids(prepared, outcome)
+            self._ledger.settle(prepared.turn, prepared.amortized, _asked(prepared.note), outcome)
             new_reason = self.telemetry.record(usage, outcome, expects_outcome=noted and expects_outcome)
         if new_reason is not None:
             warn_fallback(new_reason, outcome)
@@ -289,21 +279,18 @@ class Conversation:
 
     def _note(self, turn: str, base: AnsweredTurn | None, comparison: Comparison | None) -> Note:
         mode: Literal["amortize", "reprefill"] = "amortize"
+        to_forget: set[str] = set()
+        if comparison is None:
+            # Without a base nothing can be spliced, but what an earlier process left there may be stale.
+            mode = "reprefill" if self._resumed else "amortize"
+        else:
+            to_forget |= comparison.newly_forgotten
+            if comparison.unexplained and self._unexplained_changes == "reprefill":
+                mode = "reprefill"
+                to_forget |= comparison.lost
         with self._lock:
-            forget: EditIds = self._owed
-            if comparison is None:
-                # Without a base nothing can be spliced, but what an earlier process left there may be stale.
-                mode = "reprefill" if self._resumed else "amortize"
-            else:
-                to_forget = set(comparison.newly_forgotten)
-                if comparison.unexplained and self._unexplained_changes == "reprefill":
-                    mode = "reprefill"
-                    to_forget |= comparison.lost
-                if comparison.newly_forgotten:
-                    mode = "reprefill"
-                for digest in to_forget:
-                    forget = _union(forget, self._ids_of(digest))
-        if forget:
+            forget = self._ledger.to_forget(to_forget)
+        if forget or (comparison and comparison.newly_forgotten):
             mode = "reprefill"
         return Note(
             conversation=self.id,
@@ -313,33 +300,6 @@ class Conversation:
             forget=forget if forget == "all" else tuple(sorted(forget)),
             gate=self._gate,
         )
-
-    def _ids_of(self, digest: str) -> EditIds:
-        if any(digest in digests for digests in self._unanswered.values()):
-            return "all"
-        return self._edit_ids.get(digest, _NO_IDS)
-
-    def _remember_edit_ids(self, prepared: PreparedTurn, outcome: Outcome | None) -> None:
-        """Note down which edits hit which messages; the turn's ids go to every message that it edited."""
-        asked: EditIds = "all" if prepared.note and prepared.note.forget == "all" else _NO_IDS
-        if prepared.note and prepared.note.forget != "all":
-            asked = frozenset(prepared.note.forget)
-        if asked and outcome is not None and outcome.status is Status.REFUSED:
-            self._owed = _union(self._owed, asked)
-        elif asked == "all":
-            self._owed = _NO_IDS
-            self._edit_ids.clear()
-            self._unanswered.clear()
-        elif asked:
-            self._owed = self._owed if self._owed == "all" else self._owed - asked
-            self._edit_ids = {
-                digest: left for digest, ids in self._edit_ids.items() if (left := ids if ids == "all" else ids - asked)
-            }
-        new_ids = _outcome_ids(outcome)
-        if not new_ids:
-            return
-        for digest in prepared.amortized:
-            self._edit_ids[digest] = _union(self._edit_ids.get(digest, _NO_IDS), new_ids)
 
     def _find(self, message: int | Mapping[str, Any] | Message, occurrence: int) -> tuple[Message, MessageKey]:
         if isinstance(message, int):
@@ -360,19 +320,8 @@ def note_json(note: Note) -> str:
     return json.dumps(note.model_dump(mode="json", exclude_defaults=True) | {"v": note.v}, separators=(",", ":"))
 
 
-def _outcome_ids(outcome: Outcome | None) -> EditIds:
-    """Ids of what a turn amortized; all, where they are not told."""
-    if outcome is None:
-        return "all"
-    if outcome.status not in (Status.SPLICED, Status.PARTIAL):
-        return _NO_IDS
-    if len(outcome.directives) < outcome.num_directives:
-        return "all"
-    return frozenset(directive.edit_id for directive in outcome.directives if directive.edit_id is not None)
-
-
-def _union(left: EditIds, right: EditIds) -> EditIds:
-    if left == "all" or right == "all":
-        return "all"
-    both = left | right
-    return "all" if len(both) > _MAX_IDS_OF_A_MESSAGE else both
+def _asked(note: Note | None) -> EditIds:
+    """Return the edits that a note asked to forget."""
+    if note is None:
+        return NO_IDS
+    return "all" if note.forget == "all" else frozenset(note.forget)

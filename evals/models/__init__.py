@@ -1,0 +1,1 @@
+"""Models made here, from a seed."""

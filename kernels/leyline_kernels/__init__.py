@@ -2,6 +2,15 @@
 
 from leyline_kernels.layout import KeyLayout, MlaLayout, RowLayout, check_rows
 from leyline_kernels.reference import copy_rotate_, rotate_rows
-from leyline_kernels.rope_tables import delta_table
+from leyline_kernels.rope_tables import delta_table, move_table
 
-__all__ = ["KeyLayout", "MlaLayout", "RowLayout", "check_rows", "copy_rotate_", "delta_table", "rotate_rows"]
+__all__ = [
+    "KeyLayout",
+    "MlaLayout",
+    "RowLayout",
+    "check_rows",
+    "copy_rotate_",
+    "delta_table",
+    "move_table",
+    "rotate_rows",
+]

@@ -128,7 +128,7 @@ class _Aligner:
                 next_round = round_idx if again else round_idx + 1
                 if next_round < len(_ROUNDS):
                     pending.append((gap, next_round))
-        runs = self._best_chain(runs, whole)
+        runs.sort()
         runs.extend([run for gap in _gaps(runs, whole) for run in self._moved_whole(gap)])
         runs.sort()
         return [prefix, *runs] if prefix.length else runs
@@ -206,9 +206,7 @@ class _Aligner:
                 None,
                 0,
             )
-            first = max(0, idx - _CHAIN_RUNS)
-            for before_idx in range(first, idx):
-                before = runs[before_idx]
+            for before_idx, before in enumerate(runs[:idx]):
                 old_gap = run.old - before.old - before.length
                 new_gap = run.new - before.new - before.length
                 cut = max(0, -old_gap, -new_gap)
@@ -217,7 +215,7 @@ class _Aligner:
                 score = ends[before_idx][0] + run.length - cut - _gap_cost(old_gap + cut, new_gap + cut)
                 if score > best[0]:
                     best = (score, before_idx, cut)
-            self._spend(_PAIR_COST * (idx - first))
+            self._spend(_PAIR_COST * idx)
             ends.append(best)
 
         best_score = -_end_cost(region.old, region.new, region)

@@ -12,6 +12,8 @@ from leyline_agent.core.protocol import MAX_NOTE_BYTES
 from leyline_agent.errors import LeylineError
 
 PREFIX = "LEYLINE_"
+_ELSEWHERE = ("cache", "api_key", "trajectories")
+"""Variables of the same prefix that the client side and the evals read."""
 
 
 class Config(BaseModel):
@@ -47,7 +49,7 @@ def load_config(environ: Mapping[str, str] | None = None) -> Config:
     """
     environ = os.environ if environ is None else environ
     given = {name[len(PREFIX) :].lower(): text for name, text in environ.items() if name.startswith(PREFIX)}
-    for elsewhere in ("cache", "api_key", "probe", "trajectories"):
+    for elsewhere in _ELSEWHERE:
         given.pop(elsewhere, None)
     try:
         return Config.model_validate(given)

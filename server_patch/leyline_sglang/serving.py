@@ -179,8 +179,7 @@ class Serving:
             async with conversation.lock:
                 return await turn.carry_out(note)
         except TimeoutError:
-            message = f"the scheduler did not answer within {self.config.timeout_s} s"
-            return _plain(conversation, _refused(PlanError(message, reason=Reason.TIMEOUT), note.turn))
+            return _plain(conversation, _refused(PlanError(self._late(), reason=Reason.TIMEOUT), note.turn))
         except PlanError as error:
             return _plain(conversation, _refused(error, note.turn))
         except Exception as error:
@@ -191,7 +190,7 @@ class Serving:
             problem = PlanError(f"{type(error).__name__}: {error}", reason=Reason.INTERNAL_ERROR)
             return _plain(conversation, _refused(problem, note.turn))
         finally:
-            if self._aborted.pop(rid):
+            if self._aborted.pop(rid, False):
                 self._in_background(_abort_when_dispatched(manager, rid))
 
     def _turn(
@@ -229,8 +228,15 @@ class Serving:
     async def _check_server(self, manager: Any) -> None:
         if not self.config.enabled:
             raise PlanError("LEYLINE_ENABLED is off on this server", reason=Reason.DISABLED)
-        if reasons := await self.unsupported(manager):
+        try:
+            reasons = await self.unsupported(manager)
+        except TimeoutError as error:
+            raise PlanError(self._late(), reason=Reason.TIMEOUT) from error
+        if reasons:
             raise PlanError("; ".join(reasons), reason=Reason.UNSUPPORTED_SERVER)
+
+    def _late(self) -> str:
+        return f"the scheduler did not answer within {self.config.timeout_s} s"
 
     async def _ask(self, manager: Any, request: CacheRequest) -> CacheReply:
         # Shielded: cancelled here, a caller would leave its answer to the next caller of the communicator.

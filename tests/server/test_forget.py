@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from leyline_agent.core.protocol import hash_token_ids
 
 from .live import Live, new_conversation, note

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+
 from leyline_agent.core.protocol import hash_token_ids
 
 from .live import Live, new_conversation, note

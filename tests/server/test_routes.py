@@ -34,7 +34,7 @@ def test_a_splice_outside_of_a_request_serves_the_next_one(live: Live) -> None:
     assert reply.status_code == 200
     outcome = reply.json()["outcome"]
     assert (outcome["status"], outcome["moved_tokens"], outcome["prefilled_tokens"]) == ("spliced", 220, 2)
-    edited = base[:20] + [44, 45] + base[80:]
+    edited = [*base[:20], 44, 45, *base[80:]]
     assert reply.json()["token_ids"] == edited
     # The conversation is served from there; nobody else is.
     assert live.generate([*edited, 50], note(conversation, "1")).cached_tokens == len(edited)

@@ -1,0 +1,85 @@
+"""Which edits took which messages away, so that a later `forget` can name them. Not locked: its owner is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from leyline_agent.core.protocol import Outcome, Status
+
+EditIds = frozenset[str] | Literal["all"]
+
+NO_IDS: frozenset[str] = frozenset()
+# A message that is edited anew each turn would otherwise collect ids without end.
+_MAX_IDS_OF_A_MESSAGE = 256
+_MAX_UNANSWERED = 32
+
+
+class EditLedger:
+    """Edit ids by the digest of the message that was amortized away. Holds no text."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, EditIds] = {}
+        self._unanswered: dict[str, frozenset[str]] = {}
+        """By turn: messages whose edits the server may have amortized without our having got their ids."""
+        self._owed: EditIds = NO_IDS
+        """Edits that were to be forgotten by a turn which the server refused."""
+
+    def send(self, turn: str, amortized: frozenset[str]) -> None:
+        """Note that a turn goes out in which edits of these messages may be amortized."""
+        if not amortized:
+            return
+        self._unanswered[turn] = amortized
+        if len(self._unanswered) > _MAX_UNANSWERED:
+            oldest = next(iter(self._unanswered))
+            self._ids |= dict.fromkeys(self._unanswered.pop(oldest), "all")
+
+    def to_forget(self, digests: Iterable[str]) -> EditIds:
+        """Return the ids of all edits that took these messages away, and of those still owed."""
+        ids = self._owed
+        for digest in digests:
+            if any(digest in amortized for amortized in self._unanswered.values()):
+                return "all"
+            ids = _union(ids, self._ids.get(digest, NO_IDS))
+        return ids
+
+    def settle(self, turn: str, amortized: frozenset[str], asked: EditIds, outcome: Outcome | None) -> None:
+        """Take what became of a turn: the edits that its note asked to forget, and those that it made.
+
+        A turn's ids go to every message that it edited, since directives do not say which message they are of.
+        """
+        self._unanswered.pop(turn, None)
+        if outcome is not None and outcome.status is Status.REFUSED:
+            self._owed = _union(self._owed, asked)
+        elif asked == "all":
+            self._owed = NO_IDS
+            self._ids.clear()
+            self._unanswered.clear()
+        else:
+            self._owed = _minus(self._owed, asked)
+            self._ids = {digest: left for digest, ids in self._ids.items() if (left := _minus(ids, asked))}
+        if new_ids := _outcome_ids(outcome):
+            for digest in amortized:
+                self._ids[digest] = _union(self._ids.get(digest, NO_IDS), new_ids)
+
+
+def _outcome_ids(outcome: Outcome | None) -> EditIds:
+    """Ids of what a turn amortized; all, where they are not told."""
+    if outcome is None:
+        return "all"
+    if outcome.status not in (Status.SPLICED, Status.PARTIAL):
+        return NO_IDS
+    if len(outcome.directives) < outcome.num_directives:
+        return "all"
+    return frozenset(directive.edit_id for directive in outcome.directives if directive.edit_id is not None)
+
+
+def _union(left: EditIds, right: EditIds) -> EditIds:
+    if left == "all" or right == "all":
+        return "all"
+    both = left | right
+    return "all" if len(both) > _MAX_IDS_OF_A_MESSAGE else both
+
+
+def _minus(left: EditIds, right: frozenset[str]) -> EditIds:
+    return left if left == "all" else left - right
