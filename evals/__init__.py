@@ -1,0 +1,1 @@
+"""Measurements: replays of real trajectories, benchmarks, the test models. Nothing imports this package."""

@@ -61,6 +61,6 @@ def activate() -> None:
 def _fail(problem: str) -> None:
     logger.error("leyline: nothing installed: %s", problem)
     if compat.in_http_process():
-        from leyline_sglang.routes import add_failure
+        from leyline_sglang.capabilities import add_failure
 
         add_failure(compat.http_app(), problem)

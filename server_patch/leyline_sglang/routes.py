@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,7 +13,6 @@ from pydantic import ValidationError
 
 from leyline_agent.core.protocol import (
     OUTCOME_HEADER,
-    PROTOCOL_VERSION,
     Mode,
     Outcome,
     Reason,
@@ -23,6 +21,7 @@ from leyline_agent.core.protocol import (
 )
 from leyline_agent.errors import PlanError
 from leyline_sglang import compat
+from leyline_sglang.capabilities import capabilities_body
 from leyline_sglang.note import first_problem
 from leyline_sglang.serving import META_KEY, SCOPE_KEY, Serving
 
@@ -65,41 +64,19 @@ def add_routes(app: FastAPI, serving: Serving, installed: list[str]) -> None:
         except TimeoutError:
             unsupported = [f"the scheduler did not answer within {serving.config.timeout_s} s; is the plugin in it?"]
         return JSONResponse(
-            {
-                "version": version("leyline-agent"),
-                "protocol": PROTOCOL_VERSION,
-                "sglang": compat.sglang_version(),
-                "enabled": serving.config.enabled,
-                "supported": not unsupported,
-                "unsupported": unsupported,
-                "modes": [mode.value for mode in Mode],
-                "purges": False,
-                "installed": installed,
-                "settings": serving.config.model_dump(exclude={"secret"}),
-                "conversations": len(serving.memory),
-                "remembered_tokens": serving.memory.num_tokens,
-            }
+            capabilities_body(
+                enabled=serving.config.enabled,
+                unsupported=unsupported,
+                installed=installed,
+                modes=[mode.value for mode in Mode],
+                purges=False,
+                settings=serving.config.model_dump(exclude={"secret"}),
+                conversations=len(serving.memory),
+                remembered_tokens=serving.memory.num_tokens,
+            )
         )
 
     app.add_middleware(OutcomeHeader)
-
-
-def add_failure(app: FastAPI, problem: str) -> None:
-    """Report at `/leyline/capabilities` why nothing was installed; SGLang only logs it."""
-
-    @app.get("/leyline/capabilities")
-    async def capabilities() -> JSONResponse:
-        return JSONResponse(
-            {
-                "version": version("leyline-agent"),
-                "protocol": PROTOCOL_VERSION,
-                "sglang": compat.sglang_version(),
-                "enabled": False,
-                "supported": False,
-                "unsupported": [problem],
-                "installed": [],
-            }
-        )
 
 
 def put_outcome_in_metadata(response: Any, _serving: Any, _request: Any, outputs: list[Any], *_rest: Any) -> Any:

@@ -284,3 +284,24 @@ def test_more_edits_than_runs_that_are_compared_at_once_are_found():
         new_ids += old_ids[start : start + 60] + fresh(rng, 5)
     assert alignment._CHAIN_RUNS < 300
     assert checked(old_ids, new_ids)[1] == 300 * 60
+
+
+def test_an_output_read_again_is_not_served_from_the_evicted_one():
+    """The old output became a stub; the same text came anew behind later messages, which keep their rows."""
+    rng = random.Random(11)
+    opening, output, later, stub, asked = (fresh(rng, n) for n in (200, 1400, 90, 9, 40))
+    old_ids = [*opening, *output, *later, 7]
+    new_ids = [*opening, *stub, *later, *asked, *output, *fresh(rng, 20)]
+    directives = diff_token_ids(old_ids, new_ids)
+    assert [(d.start, d.end, len(d.replacement_ids)) for d in directives] == [(200, 1600, 9), (1690, 1691, 0)]
+
+
+def test_a_nearly_equal_output_read_again_is_not_served_from_the_evicted_one():
+    """As above, and every hundredth line of it has changed meanwhile, so that it matches in several runs."""
+    rng = random.Random(12)
+    opening, output, later, stub, asked = (fresh(rng, n) for n in (200, 1400, 90, 9, 40))
+    changed = [token if idx % 300 > 3 else token + 1 for idx, token in enumerate(output)]
+    old_ids = [*opening, *output, *later, 7]
+    new_ids = [*opening, *stub, *later, *asked, *changed]
+    directives = diff_token_ids(old_ids, new_ids)
+    assert [(d.start, d.end, len(d.replacement_ids)) for d in directives] == [(200, 1600, 9), (1690, 1691, 0)]

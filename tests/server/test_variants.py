@@ -13,11 +13,14 @@ from .live import Live, new_conversation, note
 pytestmark = pytest.mark.sglang
 
 VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
-    "msgpack_python_core": (
-        (),
-        {"SGLANG_USE_PICKLE_IPC": "0", "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"},
+    "msgpack_python_core_two_ranks": (
+        ("--tp-size", "2"),
+        {
+            "SGLANG_USE_PICKLE_IPC": "0",
+            "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
+            "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+        },
     ),
-    "two_ranks": (("--tp-size", "2"), {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}),
 }
 
 
@@ -60,22 +63,24 @@ def test_edits_while_other_requests_decode_on_the_default_server(live: Live) -> 
 def _check_edits_beside_streams(live: Live) -> None:
     live.flush()
     prompts = [live.ids(80, 10 + idx) for idx in range(3)]
-    alone = [live.generate(prompt, max_new_tokens=150).output_ids for prompt in prompts]
+    alone = [live.generate(prompt, max_new_tokens=250).output_ids for prompt in prompts]
     beside: dict[int, list[int]] = {}
 
     def decode(idx: int) -> None:
-        beside[idx] = live.generate(prompts[idx], max_new_tokens=150).output_ids
+        beside[idx] = live.generate(prompts[idx], max_new_tokens=250).output_ids
 
     threads = [threading.Thread(target=decode, args=(idx,)) for idx in range(3)]
     for thread in threads:
         thread.start()
-    edits_beside = 0
-    for idx in range(12):
-        conversation, base = new_conversation(), live.ids(150, 50 + idx)
+    num_edits = edits_beside = 0
+    while num_edits < 12 and (num_edits < 3 or any(thread.is_alive() for thread in threads)):
+        conversation, base = new_conversation(), live.ids(150, 50 + num_edits)
         live.generate(base, note(conversation, "1"), max_new_tokens=1)
-        answer = live.generate(base[:30] + live.ids(9, idx) + base[50:] + [77], note(conversation, "2", "1"))
+        edited = base[:30] + live.ids(9, num_edits) + base[50:] + [77]
+        answer = live.generate(edited, note(conversation, "2", "1"))
         assert answer.outcome is not None
         assert answer.outcome["status"] == "spliced"
+        num_edits += 1
         edits_beside += any(thread.is_alive() for thread in threads)
     for thread in threads:
         thread.join()
@@ -92,14 +97,18 @@ def test_default_server_runs_the_rust_core_with_pickle(live: Live) -> None:
 @pytest.mark.parametrize(
     ("args", "env", "reason", "said"),
     [
-        (("--page-size", "16"), {}, "unsupported_server", "page size 16"),
-        (("--disable-radix-cache",), {}, "unsupported_server", "--disable-radix-cache"),
-        ((), {"LEYLINE_ENABLED": "0"}, "disabled", "LEYLINE_ENABLED"),
+        (
+            ("--page-size", "16", "--disable-radix-cache"),
+            {},
+            "unsupported_server",
+            ["page size 16", "--disable-radix-cache"],
+        ),
+        ((), {"LEYLINE_ENABLED": "0"}, "disabled", ["LEYLINE_ENABLED"]),
     ],
-    ids=["page_size", "no_radix_cache", "switched_off"],
+    ids=["unsupported", "switched_off"],
 )
-def test_what_cannot_be_served_is_refused_with_its_reason(
-    serve_probed: Callable[..., Any], args: tuple[str, ...], env: dict[str, str], reason: str, said: str
+def test_what_cannot_be_served_is_refused_with_its_reasons(
+    serve_probed: Callable[..., Any], args: tuple[str, ...], env: dict[str, str], reason: str, said: list[str]
 ) -> None:
     with serve_probed(*args, **env) as live:
         conversation, base = new_conversation(), live.ids(100, 1)
@@ -109,15 +118,7 @@ def test_what_cannot_be_served_is_refused_with_its_reason(
         assert len(answer.output_ids) == 4
         assert answer.outcome is not None
         assert (answer.outcome["status"], answer.outcome["reason"]) == ("refused", reason)
-        assert said in answer.outcome["message"]
+        assert all(part in answer.outcome["message"] for part in said)
         capabilities = live.http.get("/leyline/capabilities").json()
         assert capabilities["supported"] is (reason == "disabled")
         assert capabilities["enabled"] is (reason != "disabled")
-
-
-def test_a_wrong_setting_is_told_and_the_server_runs_plain(serve_probed: Callable[..., Any]) -> None:
-    with serve_probed(LEYLINE_TIMEOUT_S="soon") as live:
-        capabilities = live.http.get("/leyline/capabilities").json()
-        assert capabilities["supported"] is False
-        assert "LEYLINE_TIMEOUT_S" in capabilities["unsupported"][0]
-        assert live.generate(live.ids(20, 1), note(new_conversation(), "1")).outcome is None

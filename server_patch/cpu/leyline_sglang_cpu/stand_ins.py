@@ -11,6 +11,7 @@ import importlib.machinery
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 
 
@@ -30,13 +31,16 @@ def _serving_on_cpu() -> bool:
 
 
 class _MissingPackageFinder(importlib.abc.MetaPathFinder):
-    """Finds `sgl_kernel` and `triton`, with any submodule, where no installed package has been found."""
+    """Finds `sgl_kernel`, and `triton` with any submodule, where no installed package has been found.
+
+    Submodules of `sgl_kernel` stay missing: SGLang expects an ImportError there, and then goes without.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         package = fullname.partition(".")[0]
-        if package not in ("sgl_kernel", "triton") or not _serving_on_cpu():
+        if not (fullname == "sgl_kernel" or package == "triton") or not _serving_on_cpu():
             return None
         # A missing submodule of a real package is that package's affair.
         loaded = sys.modules.get(package)
@@ -67,8 +71,11 @@ class _TorchvisionFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname == "torchvision" and _serving_on_cpu():
-            from leyline_sglang_cpu.torchvision_ops import declare_operators
+        # Whoever imports a model of transformers imports torchvision too, so this does not ask about a server.
+        if fullname == "torchvision":
+            spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+            if spec is not None and spec.origin is not None:
+                from leyline_sglang_cpu.torchvision_ops import declare_operators
 
-            declare_operators()
+                declare_operators(Path(spec.origin).parent)
         return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 
@@ -22,8 +22,12 @@ def _next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _config(kwargs: dict[str, Any] | None = None, **options: Any) -> SimpleNamespace:
-    return SimpleNamespace(kwargs=kwargs or {}, **options)
+class _Config:
+    """Takes the arguments of an autotuner's configuration; torch derives a class from it."""
+
+    def __init__(self, kwargs: dict[str, Any] | None = None, **options: Any) -> None:
+        self.kwargs = kwargs or {}
+        self.options = options
 
 
 class _Constexpr:
@@ -38,7 +42,7 @@ _KNOWN: dict[str, Any] = {
     "triton.__version__": "3.0.0",
     "triton.cdiv": _cdiv,
     "triton.next_power_of_2": _next_power_of_2,
-    "triton.Config": _config,
+    "triton.Config": _Config,
     "triton.language.constexpr": _Constexpr,
 }
 
@@ -65,6 +69,7 @@ class TritonModule(ModuleType):
         return value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Decorate, with or without arguments: `@triton.jit`, `@triton.jit(...)`."""
         if len(args) == 1 and callable(args[0]) and not kwargs:
             return args[0]
 

@@ -77,6 +77,9 @@ def activate() -> None:
     @compat.http_app().post("/probe")
     async def probe(request: Request) -> Any:
         body = await request.json()
+        if body.get("last_prompt"):
+            conversation = _MEMORY[0].open((body.get("extra_key"), body.get("cache_salt")), body["conversation"])
+            return {"ids": next(reversed(conversation.turns.values())).prompt_ids.tolist()}
         salt = body.get("cache_salt")
         if "conversation" in body:
             salt = _own_salt(body)

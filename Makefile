@@ -1,0 +1,73 @@
+# Everything runs from .venv, which `make env` fills once; nothing is installed outside of it.
+PYTHON ?= python3.11
+PORT ?= 30000
+N ?=
+MODEL ?=
+TRAJECTORY ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check -qq install --no-warn-conflicts --constraint constraints.txt
+# SGLang's own switch for CPU inference; without it the stand-ins of server_patch/cpu do nothing.
+export SGLANG_USE_CPU_ENGINE := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help env model serve demo record test check bench fmt clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@echo
+	@echo "  Variables: PYTHON=python3.11 PORT=30000 MODEL=DIR TRAJECTORY=FILE N=8 LEYLINE_CACHE=~/.cache/leyline"
+
+env: $(VENV)/.installed ## create .venv with SGLang for the CPU and everything else (about 2 minutes, 2 GB)
+
+$(BIN)/pip:
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "make: $(PYTHON) not found. Leyline's CPU server needs Python 3.11 (the only one it is tested on)." >&2; \
+	  echo "make: install it, or say where it is: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { \
+	  echo "make: $(PYTHON) is $$($(PYTHON) --version 2>&1), expected Python 3.11; say PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "env: creating $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: constraints.txt pyproject.toml server_patch/cpu/pyproject.toml server_patch/cpu/requirements-no-deps.txt | $(BIN)/pip
+	@echo "env: 1/3 build tool"
+	@$(PIP) hatchling
+	@echo "env: 2/3 torch, what SGLang needs on a CPU, this project and its development tools (a minute or two)"
+	@$(PIP) --no-build-isolation --editable server_patch/cpu --editable '.[dev]'
+	@echo "env: 3/3 SGLang, without its CUDA dependencies"
+	@$(PIP) --no-deps --requirement server_patch/cpu/requirements-no-deps.txt
+	@touch $@
+	@echo "env: ready in $(VENV)"
+
+model: env ## generate the test model into the cache folder, if absent
+	@$(BIN)/python -m evals.models.random_mla
+
+serve: env ## start the patched server on the test model: make serve [MODEL=DIR] [PORT=30000]
+	@$(BIN)/python -m evals.serving --port $(PORT) $(if $(MODEL),--model "$(MODEL)")
+
+demo: env ## replay 50 or more agent turns with and without splices: make demo [TRAJECTORY=FILE] [N=8]
+	@$(BIN)/python -m evals.replay.demo --out build/demo $(if $(TRAJECTORY),--trajectory "$(TRAJECTORY)") $(if $(N),--turns $(N))
+
+record: env ## record the demo's trajectory again, with real tools
+	@$(BIN)/python -m evals.replay.record
+
+test: check ## check, then the tests against a live server (minutes)
+	@$(BIN)/python -m pytest -m sglang
+
+check: env ## format, lint, types, imports, tests without a server (under a minute)
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/python -m pytest -m "not sglang and not gpu"
+
+bench: env ## measure what the README quotes; prints JSON lines
+	@$(BIN)/python -m evals.micro
+
+fmt: env ## format, and fix what the linter can
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+clean: ## remove .venv, build output and caches of tools (not the model: see LEYLINE_CACHE)
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
