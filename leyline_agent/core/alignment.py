@@ -34,6 +34,7 @@ Together with `DIRECTIVE_COST` the shortest run worth keeping between two replac
 is worth more tokens than this; a larger value would give up the short messages that stand between evicted outputs.
 """
 
+_FORBIDDEN = 1 << 40
 _TOKEN_BYTES = 4
 # (gram, step) of each round: runs of gram + step - 1 tokens are sure to hold a gram at a step. Long grams first, since
 # they are unique in text where short ones are everywhere; the last finds all that is worth keeping (19 < 4 + 16).
@@ -79,16 +80,17 @@ class _Region(NamedTuple):
     """Nothing that is kept stands to its right, so that new tokens there are no replacement but the prompt's rest."""
 
 
-def align(old_ids: Sequence[int], new_ids: Sequence[int], *, budget: int) -> list[Run]:
+def align(old_ids: Sequence[int], new_ids: Sequence[int], *, budget: int, max_growth: int | None = None) -> list[Run]:
     """Return the runs of `old_ids` worth keeping, sorted and disjoint in both sequences.
 
-    A common prefix, however short, is always the first of them.
+    A common prefix, however short, is always the first of them. With `max_growth` no run is kept behind new tokens
+    that outnumber by more than this the old ones they stand for.
 
     Raises:
         PlanError: with reason `diff_budget` after about `budget` tenths of a microsecond of work, or
             `token_out_of_vocabulary` for an id that is no uint32.
     """
-    return _Aligner(_pack(old_ids), _pack(new_ids), budget).align()
+    return _Aligner(_pack(old_ids), _pack(new_ids), budget, max_growth).align()
 
 
 def _pack(token_ids: Sequence[int]) -> array[int]:
@@ -104,7 +106,8 @@ def _pack(token_ids: Sequence[int]) -> array[int]:
 
 
 class _Aligner:
-    def __init__(self, old: array[int], new: array[int], budget: int) -> None:
+    def __init__(self, old: array[int], new: array[int], budget: int, max_growth: int | None) -> None:
+        self.max_growth = max_growth
         self.old_tokens, self.new_tokens = len(old), len(new)
         self.old, self.new = old.tobytes(), new.tobytes()
         # Reversed copies let one function compare in both directions.
@@ -202,7 +205,7 @@ class _Aligner:
         ends: list[tuple[int, int | None, int]] = []
         for idx, run in enumerate(runs):
             best: tuple[int, int | None, int] = (
-                run.length - _gap_cost(run.old - region.old, run.new - region.new),
+                run.length - self._gap_cost(run.old - region.old, run.new - region.new),
                 None,
                 0,
             )
@@ -212,16 +215,16 @@ class _Aligner:
                 cut = max(0, -old_gap, -new_gap)
                 if cut >= run.length:
                     continue
-                score = ends[before_idx][0] + run.length - cut - _gap_cost(old_gap + cut, new_gap + cut)
+                score = ends[before_idx][0] + run.length - cut - self._gap_cost(old_gap + cut, new_gap + cut)
                 if score > best[0]:
                     best = (score, before_idx, cut)
             self._spend(_PAIR_COST * idx)
             ends.append(best)
 
-        best_score = -_end_cost(region.old, region.new, region)
+        best_score = -self._end_cost(region.old, region.new, region)
         last_idx: int | None = None
         for idx, run in enumerate(runs):
-            score = ends[idx][0] - _end_cost(run.old_end, run.new_end, region)
+            score = ends[idx][0] - self._end_cost(run.old_end, run.new_end, region)
             if score > best_score:
                 best_score, last_idx = score, idx
         chain: list[Run] = []
@@ -231,6 +234,18 @@ class _Aligner:
             chain.append(Run(run.old + cut, run.new + cut, run.length - cut))
         chain.reverse()
         return chain
+
+    def _gap_cost(self, old_gap: int, new_gap: int) -> int:
+        """Return what the directive between two runs costs beside the tokens of its replacement."""
+        if self.max_growth is not None and new_gap - old_gap > self.max_growth:
+            return _FORBIDDEN
+        if new_gap:
+            return DIRECTIVE_COST + REPLACEMENT_COST
+        return DIRECTIVE_COST if old_gap else 0
+
+    def _end_cost(self, old_at: int, new_at: int, region: _Region) -> int:
+        """Return the cost of the gap between a position and the region's end."""
+        return self._gap_cost(region.old_end - old_at, 0 if region.is_open else region.new_end - new_at)
 
     def _moved_whole(self, gap: _Region) -> list[Run]:
         """Return the old tokens that a short replacement repeats as a whole, which saves its prefill.
@@ -308,15 +323,3 @@ def _gaps(chain: list[Run], region: _Region) -> Iterator[_Region]:
 
 def _overlap(run: Run, gap: _Region) -> int:
     return min(run.new_end, gap.new_end) - max(run.new, gap.new)
-
-
-def _gap_cost(old_gap: int, new_gap: int) -> int:
-    """Return what the directive between two runs costs beside the tokens of its replacement."""
-    if new_gap:
-        return DIRECTIVE_COST + REPLACEMENT_COST
-    return DIRECTIVE_COST if old_gap else 0
-
-
-def _end_cost(old_at: int, new_at: int, region: _Region) -> int:
-    """Return the cost of the gap between a position and the region's end."""
-    return _gap_cost(region.old_end - old_at, 0 if region.is_open else region.new_end - new_at)

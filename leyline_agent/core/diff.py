@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from leyline_agent.core.alignment import Run, align
 from leyline_agent.core.protocol import Directive, Reason
 from leyline_agent.errors import PlanError
 
-_TRANSPOSED_TOKENS = 24
-"""From this length on, text that stands left of a kept run in the prompt and right of it in the base has changed
-places with it. Shorter ones are a template's own words, which stand everywhere."""
-_GRAM_TOKENS = _TRANSPOSED_TOKENS // 2
-_MAX_ROUNDS = 8
-_NO_TOKEN = 2**32 - 1
+_MAX_GROWTH = 16
+"""By how many tokens a stub may be longer than what it stands for before the alignment is looked at again."""
+_GRAM_TOKENS = 16
+_TAIL_TOKENS = 32
+"""What may differ at the end of a base without meaning anything: a few generated tokens, a template's own words."""
 
 
 def diff_token_ids(old_ids: Sequence[int], new_ids: Sequence[int], *, budget: int = 4_000_000) -> list[Directive]:
@@ -40,17 +40,66 @@ def diff_token_ids(old_ids: Sequence[int], new_ids: Sequence[int], *, budget: in
     Raises:
         PlanError: with reason `diff_budget`, or `token_out_of_vocabulary` for ids that are no uint32.
     """
-    directives = _directives(old_ids, new_ids, align(old_ids, new_ids, budget=budget))
-    masked = list(old_ids)
-    for _ in range(_MAX_ROUNDS):
-        transposed = _transposed(old_ids, directives)
-        if not transposed:
-            break
-        for start, end in transposed:
-            masked[start:end] = [_NO_TOKEN] * (end - start)
-        directives = _directives(old_ids, new_ids, align(masked, new_ids, budget=budget))
+    runs = align(old_ids, new_ids, budget=budget)
+    if _grows(runs):
+        steady = align(old_ids, new_ids, budget=budget, max_growth=_MAX_GROWTH)
+        runs = _truer(runs, steady, old_ids, new_ids)
+    directives = _directives(old_ids, new_ids, runs)
     _check(old_ids, new_ids, directives)
     return directives
+
+
+def _grows(runs: Sequence[Run]) -> bool:
+    """Whether a run is kept behind many more new tokens than old ones, as if a text had been put in before it.
+
+    That is how it looks where an evicted output comes again further right: most tokens are kept if the old one moves
+    there and all that lies in between is put in anew.
+    """
+    old_at = new_at = 0
+    for run in runs:
+        if (run.new - new_at) - (run.old - old_at) > _MAX_GROWTH:
+            return True
+        old_at, new_at = run.old_end, run.new_end
+    return False
+
+
+def _truer(runs: list[Run], others: list[Run], old_ids: Sequence[int], new_ids: Sequence[int]) -> list[Run]:
+    """Return `others`, which keeps fewer tokens, if it is nevertheless how the prompt came about.
+
+    A conversation grows at its end, so the base's last messages are still there: that is `others` if they are kept by
+    it alone. Where both keep them, more of the grams that stand once in the base and once in the prompt, which say
+    where a text went however many equal ones there are, must be in place in it.
+    """
+    behind = [len(old_ids) - (kept[-1].old_end if kept else 0) for kept in (runs, others)]
+    if abs(behind[0] - behind[1]) > _TAIL_TOKENS:
+        return others if behind[1] < behind[0] else runs
+    start = runs[0].length if runs and not runs[0].old and not runs[0].new else 0
+    old_places, new_places = _unique_grams(old_ids, start), _unique_grams(new_ids, start)
+    places = [(old_places[gram], new_places[gram]) for gram in old_places.keys() & new_places.keys()]
+    return others if _num_in_place(others, places) > _num_in_place(runs, places) else runs
+
+
+def _unique_grams(token_ids: Sequence[int], start: int) -> dict[bytes, int]:
+    """Return the grams from `start` on that occur once, and where."""
+    packed = array("I", token_ids)
+    size, raw = packed.itemsize, packed.tobytes()
+    places: dict[bytes, int] = {}
+    for at in range(start, len(packed) - _GRAM_TOKENS + 1):
+        gram = raw[at * size : (at + _GRAM_TOKENS) * size]
+        places[gram] = -1 if gram in places else at
+    return {gram: at for gram, at in places.items() if at >= 0}
+
+
+def _num_in_place(runs: list[Run], places: list[tuple[int, int]]) -> int:
+    """Count the pairs of old and new positions that lie in one of the runs."""
+    starts = [run.old for run in runs]
+    count = 0
+    for old_at, new_at in places:
+        idx = bisect_right(starts, old_at) - 1
+        if idx >= 0:
+            run = runs[idx]
+            count += old_at + _GRAM_TOKENS <= run.old_end and new_at - old_at == run.new - run.old
+    return count
 
 
 def _directives(old_ids: Sequence[int], new_ids: Sequence[int], runs: Sequence[Run]) -> list[Directive]:
@@ -64,64 +113,6 @@ def _directives(old_ids: Sequence[int], new_ids: Sequence[int], runs: Sequence[R
     if old_at < len(old_ids):
         directives.append(Directive(start=old_at, end=len(old_ids)))
     return directives
-
-
-def _transposed(old_ids: Sequence[int], directives: Sequence[Directive]) -> list[tuple[int, int]]:
-    """Return the kept runs, as spans of the base, that changed places with text which stays to the prompt's left.
-
-    Such text is in a replacement, and in the base it was removed further right. It is the text that keeps its place:
-    a conversation grows at its end, so what is new there was appended, and nothing moves to the left.
-    """
-    removed_right: dict[tuple[int, ...], int] = {}
-    transposed: list[tuple[int, int]] = []
-    for idx in range(len(directives) - 1, -1, -1):
-        replacement_ids = directives[idx].replacement_ids
-        found = _shared_at(old_ids, replacement_ids, removed_right)
-        if found is not None:
-            for left, right in zip(directives[idx:], directives[idx + 1 :], strict=False):
-                if left.end < right.start <= found:
-                    transposed.append((left.end, right.start))
-        start, end = directives[idx].start, directives[idx].end
-        for at in range(start, end - _GRAM_TOKENS + 1, _GRAM_TOKENS):
-            removed_right[tuple(old_ids[at : at + _GRAM_TOKENS])] = at
-    return transposed
-
-
-def _shared_at(old_ids: Sequence[int], replacement_ids: Sequence[int], grams: dict[tuple[int, ...], int]) -> int | None:
-    """Return where in the base a stretch of the replacement of `_TRANSPOSED_TOKENS` or more stands, or None."""
-    if len(replacement_ids) < _TRANSPOSED_TOKENS or not grams:
-        return None
-    for at in range(len(replacement_ids) - _GRAM_TOKENS + 1):
-        old_at = grams.get(tuple(replacement_ids[at : at + _GRAM_TOKENS]))
-        if old_at is None:
-            continue
-        before, after = 0, _GRAM_TOKENS
-        while before < min(at, old_at) and replacement_ids[at - before - 1] == old_ids[old_at - before - 1]:
-            before += 1
-        while (
-            at + after < len(replacement_ids)
-            and old_at + after < len(old_ids)
-            and replacement_ids[at + after] == old_ids[old_at + after]
-        ):
-            after += 1
-        if before + after >= _TRANSPOSED_TOKENS and _has_unique_gram(old_ids, old_at - before, old_at + after):
-            return old_at - before
-    return None
-
-
-def _has_unique_gram(old_ids: Sequence[int], start: int, end: int) -> bool:
-    """Whether a stretch of the base is told from the rest of it by any gram; in repeating text none is."""
-    packed = array("I", old_ids).tobytes()
-    size = array("I").itemsize
-    for at in range(start, end - _GRAM_TOKENS + 1, _GRAM_TOKENS):
-        gram = packed[at * size : (at + _GRAM_TOKENS) * size]
-        places, found = 0, packed.find(gram)
-        while found >= 0 and places < 2:
-            places += found % size == 0
-            found = packed.find(gram, found + 1)
-        if places == 1:
-            return True
-    return False
 
 
 def _check(old_ids: Sequence[int], new_ids: Sequence[int], directives: list[Directive]) -> None:

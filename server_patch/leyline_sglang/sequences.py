@@ -34,6 +34,8 @@ class RememberedTurn:
     outputs: tuple[array[int], ...] = ()
     """One for each choice of a request with `n > 1`; none while the first token is awaited."""
     edits: tuple[Edit, ...] = ()
+    in_own: bool = False
+    """Whether it was served from the conversation's own namespace; its rows are there, or in the shared one."""
 
     @property
     def num_tokens(self) -> int:

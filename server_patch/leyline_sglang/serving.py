@@ -126,7 +126,9 @@ class Serving:
         generate = compat.plain_generate(manager)
         turn = self._turn(generate, manager, like, http_request, conversation, new_ids)
         async with conversation.lock:
-            served = await turn.splice(base_ids, list(body.directives))
+            before = await turn.look(base_ids)
+            in_own = conversation.has_namespace and before.base_own >= before.base_shared
+            served = await turn.splice(base_ids, list(body.directives), base_in_own=in_own)
             look = await turn.look()
         if served.outcome.status is Status.REFUSED:
             assert served.outcome.reason is not None
@@ -154,7 +156,7 @@ class Serving:
         obj.cache_salt = served.cache_salt
 
         def remember(outputs: tuple[array[int], ...]) -> None:
-            turn = RememberedTurn(prompt_ids, outputs, served.edits)
+            turn = RememberedTurn(prompt_ids, outputs, served.edits, served.in_own)
             self.memory.remember(conversation, note.turn, turn, nonce=served.nonce)
 
         remember(())

@@ -142,6 +142,6 @@ def _copy_rows_(pool: MlaPool, src: torch.Tensor, dst: torch.Tensor, *, old_star
         cos, sin = delta_table(pool.inv_freq, 0)
     else:
         old_positions = torch.arange(old_start, old_start + len(src), device=src.device)
-        cos, sin = move_table(pool.inv_freq, old_positions, old_positions + (new_start - old_start))
+        cos, sin = move_table(pool.inv_freq, old_positions, new_start - old_start)
     for buffer in pool.buffers:
         copy_rotate_(buffer, src, dst, layout=layout, cos=cos, sin=sin, is_neox_style=pool.is_neox_style)

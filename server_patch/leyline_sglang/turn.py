@@ -38,6 +38,7 @@ class Served:
     cache_salt: str | None
     nonce: str
     edits: tuple[Edit, ...] = ()
+    in_own: bool = False
 
 
 @dataclass(slots=True)
@@ -89,28 +90,36 @@ class Turn:
             base_ids, directives = await asyncio.to_thread(self._directives, note, base)
         except PlanError as error:
             return await self._serve(Status.REFUSED, reason=Reason(error.reason), message=str(error), edits=base.edits)
-        return await self.splice(base_ids, directives, edits=base.edits)
+        return await self.splice(base_ids, directives, base_in_own=base.in_own, edits=base.edits)
 
-    async def splice(self, base_ids: array[int], directives: list[Directive], edits: tuple[Edit, ...] = ()) -> Served:
-        """Carry out checked directives whose application to `base_ids` gives a prefix of `new_ids`."""
+    async def splice(
+        self,
+        base_ids: array[int],
+        directives: list[Directive],
+        *,
+        base_in_own: bool,
+        edits: tuple[Edit, ...] = (),
+    ) -> Served:
+        """Carry out checked directives whose application to `base_ids` gives a prefix of `new_ids`.
+
+        `base_in_own` says in which namespace the base's rows are.
+        """
         plan = make_plan(directives, base_tokens=len(base_ids))
         steps = self._steps(plan)
         shown = _shown(directives, steps, plan.first_forget)
         if not steps and plan.first_forget is None:
             return await self._serve(Status.UNCHANGED, edits=edits)
-        done, reason, message, kept = 0, None, None, 0
-        if steps:
-            look = await self.look(base_ids)
-            kept = min(plan.prefix_tokens, max(look.base_shared, look.base_own))
-            done, reason, message = await self._take_steps(base_ids, steps, look)
+        done, reason, message, look = await self._take_steps(base_ids, steps, base_in_own)
         done_directives = steps[done - 1].directive_idx + 1 if done else 0
         carried = [secrets.token_hex(6) for _ in range(done_directives)]
         new_edits = (*_carry_over(edits, plan), *_made(carried, plan))
+        kept = min(plan.prefix_tokens, max(look.base_shared, look.base_own)) if look else 0
         if plan.first_forget is not None:
             # Also after a refusal: what was to be forgotten must not be reached, whatever else failed.
             trim = plan.steps[plan.first_forget].replacement.start
             await self._close_namespace(keep_tokens=trim)
             new_edits = tuple(edit for edit in new_edits if edit.position < trim)
+            look = None
         finished = reason is None
         status = Status.SPLICED if finished and done else Status.REPREFILL if finished else Status.REFUSED
         return await self._serve(
@@ -124,6 +133,7 @@ class Turn:
             num_directives=len(shown),
             kept_tokens=kept,
             edits=new_edits,
+            look=look,
         )
 
     def _directives(self, note: Note, base: RememberedTurn) -> tuple[array[int], list[Directive]]:
@@ -140,42 +150,42 @@ class Turn:
         return [step for step in steps if len(step.kept.dst) and step.kept.dst.start < limit]
 
     async def _take_steps(
-        self, base_ids: array[int], steps: list[SpliceStep], look: CacheReply
-    ) -> tuple[int, Reason | None, str | None]:
-        """Take steps from the left until one is refused; return how many were taken, and why not the rest."""
-        caller_salt = self.conversation.scope[1]
-        from_own = self.conversation.has_namespace and look.base_own >= look.base_shared
-        base_salt, base_cached = (self.own_salt, look.base_own) if from_own else (caller_salt, look.base_shared)
+        self, base_ids: array[int], steps: list[SpliceStep], base_in_own: bool
+    ) -> tuple[int, Reason | None, str | None, CacheReply | None]:
+        """Take steps from the left until one is refused; return how many were taken, why not the rest, what is cached.
+
+        R goes to where the base is, as a prefix of the base stands left of it; the next one to the conversation's
+        namespace, where the step before it has put everything by then.
+        """
         limit = len(self.new_ids) if self.last_position is None else self.last_position
+        look: CacheReply | None = None
         for idx, step in enumerate(steps):
+            head_salt = self._salt(base_in_own or idx > 0)
             head_tokens = step.kept.dst.start
-            kept_tokens = min(len(step.kept.src), base_cached - step.kept.src.start, limit - head_tokens)
-            if kept_tokens <= 0:
-                found = f"{base_cached} of the base's {len(base_ids)} tokens are cached, "
-                return idx, Reason.EVICTED, found + f"the edit ends at {step.removed.end}"
-            head_in_own = self.conversation.has_namespace and look.new_own >= min(look.new_shared, head_tokens)
-            head_salt, head_cached = (self.own_salt, look.new_own) if head_in_own else (caller_salt, look.new_shared)
-            if head_cached < head_tokens:
+            if len(step.replacement):
                 try:
                     self._prefilled += await self.prefill(self.new_ids[:head_tokens], head_salt)
                 except PlanError as error:
-                    return idx, Reason(error.reason), str(error)
+                    return idx, Reason(error.reason), str(error), look
             look = await self.ask(
                 self._request(
                     base_ids,
                     move=True,
-                    base_salt=base_salt,
+                    base_salt=self._salt(base_in_own),
                     head_salt=head_salt,
                     src_start=step.kept.src.start,
-                    src_end=step.kept.src.start + kept_tokens,
+                    src_end=step.kept.src.start + min(len(step.kept.src), limit - head_tokens),
                     dst_start=head_tokens,
                 )
             )
             if look.reason:
-                return idx, Reason(look.reason), look.message
+                return idx, Reason(look.reason), look.message, look
             self.conversation.has_namespace = True
             self._moved += look.moved
-        return len(steps), None, None
+        return len(steps), None, None, look
+
+    def _salt(self, own: bool) -> str | None:
+        return self.own_salt if own else self.conversation.scope[1]
 
     async def _forget(self, note: Note, base: RememberedTurn | None) -> Served:
         """Serve the request from rows that no forgotten edit has touched: those left of the leftmost of them.
@@ -257,13 +267,16 @@ class Turn:
         num_directives: int = 0,
         kept_tokens: int = 0,
         edits: tuple[Edit, ...] = (),
+        look: CacheReply | None = None,
     ) -> Served:
-        """Choose the namespace with the longer match, the conversation's on a tie, and state the outcome."""
-        cache_salt = self.conversation.scope[1]
-        if self.conversation.has_namespace:
-            look = await self.look()
-            if look.new_own >= look.new_shared:
-                cache_salt = self.own_salt
+        """Choose the namespace with the longer match, the conversation's on a tie, and state the outcome.
+
+        `look` is what is cached now, where the caller knows it.
+        """
+        in_own = self.conversation.has_namespace
+        if in_own:
+            look = look or await self.look()
+            in_own = look.new_own >= look.new_shared
         outcome = Outcome(
             status=status,
             reason=reason,
@@ -276,7 +289,7 @@ class Turn:
             prefilled_tokens=self._prefilled,
             ms=round((time.perf_counter() - self._started) * 1e3, 3),
         )
-        return Served(outcome, cache_salt, self.conversation.nonce, edits)
+        return Served(outcome, self._salt(in_own), self.conversation.nonce, edits, in_own)
 
 
 def _shown(directives: list[Directive], steps: list[SpliceStep], first_forget: int | None) -> list[DirectiveOutcome]:

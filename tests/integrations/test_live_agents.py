@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import httpx
@@ -22,7 +23,7 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
 
 from evals.serving import SERVED_MODEL_NAME, RunningServer
-from leyline_agent import Client, Conversation
+from leyline_agent import Client, Conversation, load_policy
 from leyline_agent.integrations.langchain import LeylineMiddleware
 from leyline_agent.integrations.langgraph import with_leyline
 from leyline_agent.tokenizers import ServerTokenizer
@@ -30,6 +31,8 @@ from leyline_agent.tokenizers import ServerTokenizer
 pytestmark = pytest.mark.sglang
 
 NUM_TURNS = 5
+# A question takes two turns here, the call that it brings and the model's answer: the last two outputs stay.
+POLICY = load_policy("keep_last_tool_outputs").with_turns(4)
 
 
 @tool
@@ -64,7 +67,9 @@ def make_model(sent: list[dict[str, Any]]) -> Iterator[Any]:
         record(request)
 
     client = httpx.Client(event_hooks={"request": [record]}, timeout=120)
-    async_client = httpx.AsyncClient(event_hooks={"request": [record_async]}, timeout=120)
+    # Keeps no connection: it is closed from another event loop than the one it was used in.
+    limits = httpx.Limits(max_keepalive_connections=0)
+    async_client = httpx.AsyncClient(event_hooks={"request": [record_async]}, timeout=120, limits=limits)
 
     def make(server: RunningServer, **options: Any) -> ChatOpenAI:
         return ChatOpenAI(
@@ -116,14 +121,14 @@ def test_create_agent_is_served_from_the_edited_cache(
     cpu_server: RunningServer, make_model: Any, sent: list[dict[str, Any]], mode: str
 ) -> None:
     _flush(cpu_server)
-    middleware = LeylineMiddleware("keep_last_tool_outputs")
+    middleware = LeylineMiddleware(POLICY)
     agent = create_agent(
         make_model(cpu_server, stream_usage=True), [cat], middleware=[middleware], checkpointer=InMemorySaver()
     )
     messages = _run(agent, f"create_agent {mode}", mode)
     conversation = middleware.conversation(f"create_agent {mode}")
     assert len(sent) == NUM_TURNS
-    # Turns 0 and 1 have nothing older than two turns; from then on each evicts one output.
+    # The first two questions have nothing to evict; from then on each evicts one output.
     assert conversation.telemetry.splices == NUM_TURNS - 2
     assert conversation.telemetry.fallbacks == {}
     assert conversation.telemetry.moved_tokens > 1000
@@ -137,7 +142,7 @@ def test_create_agent_is_served_from_the_edited_cache(
 
 def test_hand_built_graph(cpu_server: RunningServer, make_model: Any, sent: list[dict[str, Any]]) -> None:
     _flush(cpu_server)
-    model = with_leyline(make_model(cpu_server).bind_tools([cat]), "keep_last_tool_outputs")
+    model = with_leyline(make_model(cpu_server).bind_tools([cat]), POLICY)
     graph = StateGraph(MessagesState)
     graph.add_node("agent", lambda state: {"messages": [model.invoke(state["messages"])]})
     graph.add_edge(START, "agent")
@@ -186,7 +191,7 @@ def test_an_unpatched_server_gives_the_answers_of_a_plain_client_and_one_warning
     sent: list[dict[str, Any]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    middleware = LeylineMiddleware("keep_last_tool_outputs")
+    middleware = LeylineMiddleware(POLICY)
     agent = create_agent(make_model(unpatched_server), [cat], middleware=[middleware], checkpointer=InMemorySaver())
     with caplog.at_level(logging.WARNING, logger="leyline_agent"):
         messages = _run(agent, "unpatched", "sync")
@@ -217,7 +222,8 @@ def _chat_turns(client: Client, conversation: Conversation, salt: str) -> list[A
             }
         )
         messages.append({"role": "tool", "tool_call_id": f"c{idx}", "content": output})
-        reply = client.chat(conversation, messages, model=SERVED_MODEL_NAME, temperature=0, max_tokens=6)
+        # One token: more would often be tokenized otherwise than they were generated, and the plans would differ.
+        reply = client.chat(conversation, messages, model=SERVED_MODEL_NAME, temperature=0, max_tokens=1)
         replies.append(reply)
         messages.append(reply.message)
     return replies
@@ -228,9 +234,8 @@ def test_both_plans_give_the_same_rows(cpu_server: RunningServer) -> None:
     seen = []
     for plan in ("server", "client"):
         _flush(cpu_server)
-        options = {"plan": "client", "tokenizer": ServerTokenizer(cpu_server.url)} if plan == "client" else {}
-        conversation = Conversation("keep_last_tool_outputs", **options)
-        with Client(cpu_server.url, timeout=120) as client:
+        with closing(ServerTokenizer(cpu_server.url)) as tokenizer, Client(cpu_server.url, timeout=120) as client:
+            conversation = Conversation(POLICY, plan=plan, tokenizer=tokenizer)
             replies = _chat_turns(client, conversation, "plans")
         prompt = _prompt_ids(cpu_server, conversation, replies)
         rows = httpx.post(

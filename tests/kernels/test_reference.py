@@ -113,7 +113,7 @@ def test_a_table_of_both_positions_leads_to_the_models_own_fp32_key(
     rows = random_rows(layout, 64)
     keys = rows[..., layout.band].clone()
     rows[..., layout.band] = model_keys(keys, old_position + offsets, inv_freq, is_neox_style)
-    cos, sin = move_table(inv_freq, old_position + offsets, new_position + offsets)
+    cos, sin = move_table(inv_freq, old_position + offsets, new_position - old_position)
     found = rotate_rows(rows, layout=layout, cos=cos, sin=sin, is_neox_style=is_neox_style)[..., layout.band]
     # Both sides have the angles' roundings in common, so each row is as near as fp32 maths done three times (the
     # model's table and turn, twice, and ours) allows, five half ulps each, at any position.
