@@ -66,17 +66,18 @@ def _grows(runs: Sequence[Run]) -> bool:
 def _truer(runs: list[Run], others: list[Run], old_ids: Sequence[int], new_ids: Sequence[int]) -> list[Run]:
     """Return `others`, which keeps fewer tokens, if it is nevertheless how the prompt came about.
 
-    A conversation grows at its end, so the base's last messages are still there: that is `others` if they are kept by
-    it alone. Where both keep them, more of the grams that stand once in the base and once in the prompt, which say
-    where a text went however many equal ones there are, must be in place in it.
+    What says so are grams that stand once in the base and once in the prompt: they tell where a text went, however
+    many equal ones there are. A conversation grows at its end, so the base's last messages are still there: if
+    `others` alone keeps them, any such gram will do. Where both keep them, `others` must have more in place.
     """
-    behind = [len(old_ids) - (kept[-1].old_end if kept else 0) for kept in (runs, others)]
-    if abs(behind[0] - behind[1]) > _TAIL_TOKENS:
-        return others if behind[1] < behind[0] else runs
     start = runs[0].length if runs and not runs[0].old and not runs[0].new else 0
     old_places, new_places = _unique_grams(old_ids, start), _unique_grams(new_ids, start)
     places = [(old_places[gram], new_places[gram]) for gram in old_places.keys() & new_places.keys()]
-    return others if _num_in_place(others, places) > _num_in_place(runs, places) else runs
+    in_runs, in_others = _in_place(runs, places), _in_place(others, places)
+    behind_runs, behind_others = (len(old_ids) - (kept[-1].old_end if kept else 0) for kept in (runs, others))
+    if abs(behind_runs - behind_others) > _TAIL_TOKENS:
+        return others if behind_others < behind_runs and in_others - in_runs else runs
+    return others if len(in_others) > len(in_runs) else runs
 
 
 def _unique_grams(token_ids: Sequence[int], start: int) -> dict[bytes, int]:
@@ -90,16 +91,17 @@ def _unique_grams(token_ids: Sequence[int], start: int) -> dict[bytes, int]:
     return {gram: at for gram, at in places.items() if at >= 0}
 
 
-def _num_in_place(runs: list[Run], places: list[tuple[int, int]]) -> int:
-    """Count the pairs of old and new positions that lie in one of the runs."""
+def _in_place(runs: list[Run], places: list[tuple[int, int]]) -> set[int]:
+    """Return the old positions of those pairs of old and new positions that lie in one of the runs."""
     starts = [run.old for run in runs]
-    count = 0
+    in_place: set[int] = set()
     for old_at, new_at in places:
         idx = bisect_right(starts, old_at) - 1
         if idx >= 0:
             run = runs[idx]
-            count += old_at + _GRAM_TOKENS <= run.old_end and new_at - old_at == run.new - run.old
-    return count
+            if old_at + _GRAM_TOKENS <= run.old_end and new_at - old_at == run.new - run.old:
+                in_place.add(old_at)
+    return in_place
 
 
 def _directives(old_ids: Sequence[int], new_ids: Sequence[int], runs: Sequence[Run]) -> list[Directive]:
