@@ -63,7 +63,8 @@ check: env ## format, lint, types, imports, tests without a server (under a minu
 	@$(BIN)/python -m pytest -m "not sglang and not gpu"
 
 bench: env ## measure what the README quotes; prints JSON lines
-	@$(BIN)/python -m evals.micro
+	@$(BIN)/python -m evals.micro.diff --json
+	@$(BIN)/python -m evals.micro.stream_gap
 
 fmt: env ## format, and fix what the linter can
 	@$(BIN)/ruff format .

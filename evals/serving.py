@@ -155,7 +155,8 @@ def _command(model_dir: Path, port: int, extra_args: Sequence[str]) -> list[str]
         # The form in which the test model's chat template writes calls.
         "--tool-call-parser": "qwen",
     }
-    flags = ["--enable-cache-report", "--enable-metrics"]
+    # An idle scheduler spins on a core otherwise, and the tests keep two servers on two cores.
+    flags = ["--enable-cache-report", "--enable-metrics", "--sleep-on-idle"]
     pairs = [part for option in options.items() for part in option]
     return [sys.executable, "-c", _LAUNCH, str(os.getpid()), *pairs, *flags, *extra_args]
 

@@ -156,7 +156,8 @@ class Outcome(_Wire):
     num_directives: int = 0
     """All of them; a header may list fewer than this."""
     kept_tokens: int = 0
-    """Left of the first difference and cached: served as they were."""
+    """Where rows were moved: what lies left of the first difference and was cached. 0 elsewhere, where the response's
+    own count of cached tokens says it."""
     moved_tokens: int = 0
     """Right of it, copied to new slots and rotated to new positions instead of being prefilled."""
     prefilled_tokens: int = 0

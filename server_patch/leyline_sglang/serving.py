@@ -128,6 +128,13 @@ class Serving:
         async with conversation.lock:
             before = await turn.look(base_ids)
             in_own = conversation.has_namespace and before.base_own >= before.base_shared
+            cached, first_kept = max(before.base_own, before.base_shared), body.directives[0].end
+            if cached <= first_kept:
+                # Here a prefill would be for nothing: no request follows that goes on from it.
+                raise PlanError(
+                    f"{cached} tokens of the base are cached, nothing right of the edit that ends at {first_kept}",
+                    reason=Reason.EVICTED,
+                )
             served = await turn.splice(base_ids, list(body.directives), base_in_own=in_own)
             look = await turn.look()
         if served.outcome.status is Status.REFUSED:

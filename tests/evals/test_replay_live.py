@@ -82,8 +82,13 @@ def test_other_recordings_replay_without_a_fallback(cpu_server: RunningServer, t
     files = sorted(RECORDINGS.glob("*.json"))
     assert files
     for file in files:
-        summary = _replay(file, cpu_server, tmp_path / file.stem, arms=("splice",))
+        # The one with the most evictions to gain from is compared with its re-prefill too.
+        arms = ("reprefill", "splice") if file.stem == "debug_gym_astropy" else ("splice",)
+        summary = _replay(file, cpu_server, tmp_path / file.stem, arms=arms)
         totals = summary["arms"]["splice"]
+        if "reprefill" in arms:
+            assert totals["hit_rate"] >= summary["arms"]["reprefill"]["hit_rate"] + 0.15
+            assert abs(totals["hit_rate"] - totals["hit_rate_ideal"]) <= 0.01
         assert (file.name, totals["fallbacks"]) == (file.name, 0)
         assert totals["ideal_gap"]["missed_tokens"] <= 0.01 * totals["prompt_tokens"], file.name
         assert totals["crosscheck"]["agrees"] is True
