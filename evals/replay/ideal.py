@@ -1,18 +1,18 @@
 """What a perfect cache would serve of each prompt, from message spans alone.
 
 **Definition.** A prompt is rendered message by message, which gives each message a span of tokens. A token of turn t's
-prompt is *ideally cached* if its message stood in turn t-1's prompt as well, with the same rendered text, in the same
-order among those that stayed. Everything else is new or was edited. In addition:
+prompt is *ideally cached* if its message stood in turn t-1's prompt as well, unchanged, in the same order among those
+that stayed. It is the same message, not only the same text: an output read again has another `tool_call_id` and is new.
+Everything else is new or was edited. In addition:
 
 - The generation prompt at the end of prompt t-1 (the header of the answer to come) is cached, and the recorded answer
   of turn t begins with the same text, so the tokens of that header count.
 - A server always computes at least the last token, since it needs its logits: at most `prompt_tokens - 1` count.
 - An edited message counts as new from its first token to its last, though a stub begins with the header of what it
-  replaces. A real splice may keep that header and lie a few tokens a turn above this ideal; and where a new output
-  nearly repeats one that was edited, a diff of tokens may find most of it in the cache, and lie far above.
+  replaces. A real splice may keep that header and lie a few tokens a turn above this ideal.
 - The token that the server generated itself does not count: the recorded answer takes its place.
 
-Messages are matched by the longest (in tokens) common subsequence of rendered texts, on whole messages. No token id is
+Messages are matched by the longest (in tokens) common subsequence, on whole messages. No token id is
 compared and nothing is shared with the diff or the plan that this is to judge.
 """
 
@@ -48,6 +48,8 @@ class PromptRenderer(Protocol):
 class PromptSpans:
     """A prompt cut into messages."""
 
+    keys: tuple[str, ...]
+    """The JSON of each message, by which it is known again: its ids count, not only its text."""
     texts: tuple[str, ...]
     """The rendered text of each message; tool schemas belong to the first."""
     num_tokens: tuple[int, ...]
@@ -88,21 +90,23 @@ class SpanReader:
             ReplayError: the template rewrites earlier messages when later ones come, so that messages have no spans.
         """
         whole = self._renderer.render(messages, tools, generation_prompt=True)
+        keys: list[str] = []
         texts: list[str] = []
         before = ""
         for idx, message in enumerate(messages):
-            key = json.dumps([message, list(tools) if idx == 0 else None], sort_keys=True)
+            key = json.dumps([message, (list(tools) or None) if idx == 0 else None], sort_keys=True)
             text = self._known.get(key)
             if text is None or not whole.startswith(before + text):
                 text = self._text_of(messages[: idx + 1], tools, before=before, whole=whole)
                 self._known[key] = text
+            keys.append(key)
             texts.append(text)
             before += text
         if before != self._renderer.render(messages, tools, generation_prompt=False):
             raise ReplayError(_REWRITES.format(idx=len(messages) - 1))
         ends = list(itertools.accumulate(map(len, texts)))
         counts = _count_between(self._renderer.token_starts(whole), ends)
-        return PromptSpans(tuple(texts), tuple(counts[:-1]), whole[len(before) :], counts[-1])
+        return PromptSpans(tuple(keys), tuple(texts), tuple(counts[:-1]), whole[len(before) :], counts[-1])
 
     def _text_of(self, so_far: Sequence[ChatDict], tools: Sequence[ChatDict], *, before: str, whole: str) -> str:
         """Render up to a message and return what it added."""
@@ -145,20 +149,20 @@ def _count_between(token_starts: Sequence[int], ends: Sequence[int]) -> list[int
 def _common_messages(old: PromptSpans, new: PromptSpans) -> tuple[list[int], list[int]]:
     """Return the indices, in both, of the common subsequence that holds most tokens."""
     same = 0
-    while same < min(len(old.texts), len(new.texts)) and old.texts[same] == new.texts[same]:
+    while same < min(len(old.keys), len(new.keys)) and old.keys[same] == new.keys[same]:
         same += 1
-    rows, columns = len(old.texts) - same, len(new.texts) - same
+    rows, columns = len(old.keys) - same, len(new.keys) - same
     # best[i][j]: most tokens that the messages from same+i on (old) and same+j on (new) can share.
     best = [[0] * (columns + 1) for _ in range(rows + 1)]
     for i in reversed(range(rows)):
         for j in reversed(range(columns)):
             skip = max(best[i + 1][j], best[i][j + 1])
-            equal = old.texts[same + i] == new.texts[same + j]
+            equal = old.keys[same + i] == new.keys[same + j]
             best[i][j] = max(skip, new.num_tokens[same + j] + best[i + 1][j + 1]) if equal else skip
     kept_old, kept_new = list(range(same)), list(range(same))
     i = j = 0
     while i < rows and j < columns:
-        equal = old.texts[same + i] == new.texts[same + j]
+        equal = old.keys[same + i] == new.keys[same + j]
         if equal and best[i][j] == new.num_tokens[same + j] + best[i + 1][j + 1]:
             kept_old.append(same + i)
             kept_new.append(same + j)

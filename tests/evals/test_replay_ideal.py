@@ -144,3 +144,13 @@ def test_a_message_is_rendered_once_over_many_prompts() -> None:
 def test_a_template_that_rewrites_history_has_no_spans() -> None:
     with pytest.raises(ReplayError, match="renders message 0 differently once more follow"):
         SpanReader(Forgetful()).spans([SYSTEM, TASK])
+
+
+def test_an_equal_output_of_another_call_is_a_new_message() -> None:
+    """Read again after it was evicted: the text was cached, the message was not."""
+    reader = SpanReader(Words())
+    first, again = ({**OUTPUT_2, "tool_call_id": call} for call in ("call_1", "call_2"))
+    before = reader.spans([_m("user", "go"), first])
+    turn = ideal_turn(before, reader.spans([_m("user", "go"), STUB, again]))
+    assert turn.edited_messages == 1
+    assert turn.cached_tokens == ideal_turn(before, reader.spans([_m("user", "go"), STUB, ANSWER])).cached_tokens

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,9 @@ from evals.replay.runner import ReplayRequest, keep_last_policy, replay
 from evals.replay.trajectory import load_trajectory
 from evals.serving import RunningServer
 
-pytestmark = pytest.mark.sglang
+from ..recordings import RECORDINGS
 
-# Recordings of others, which are not in the repository.
-RECORDINGS = Path(os.environ.get("LEYLINE_TRAJECTORIES", "/nonexistent"))
+pytestmark = pytest.mark.sglang
 
 
 def _replay(file: Path, server: RunningServer, out: Path, **options: Any) -> dict[str, Any]:
