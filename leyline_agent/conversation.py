@@ -32,7 +32,7 @@ from leyline_agent.digests import (
     goes_on,
 )
 from leyline_agent.edit_ledger import NO_IDS, EditIds, EditLedger
-from leyline_agent.errors import PlanError
+from leyline_agent.errors import PlanError, SpliceTransportError
 from leyline_agent.manual_edits import (
     ManualEdit,
     MessageKey,
@@ -120,7 +120,7 @@ class Conversation:
         self._base_rendered: RenderedFrom | None = None
         self._seen: list[Message] = []
         self._manual: dict[MessageKey, ManualEdit] = {}
-        self._ledger = EditLedger()
+        self._ledger = EditLedger(resumed=resumed)
 
     @classmethod
     def for_thread(cls, key: str | bytes, thread_id: str, policy: PolicyLike = None, **options: Any) -> Conversation:
@@ -189,7 +189,6 @@ class Conversation:
 
         Raises:
             ValueError: the messages are none, or the request has a note or `input_ids` already.
-            SpliceTransportError: with `plan="client"`, the tokenizer's server gave no ids.
         """
         messages = messages_from_openai(body["messages"])
         if body.get("input_ids") is not None:
@@ -211,10 +210,10 @@ class Conversation:
             return PreparedTurn(turn, new_body, {}, tuple(sent), tuple(edits), None, (), prompt, frozenset())
         known = base if base is not None and base.noted else None
         comparison = compare(known, prompt, messages) if known else None
-        note = self._note(turn, known, comparison)
+        note = self._note(turn, known, comparison, prompt)
         if self._tokenizer is not None and known and rendered and note.mode == "amortize":
-            # Without a plan the note leaves the diff to the server, whose outcome then tells the reason.
-            with suppress(PlanError):
+            # Without a plan, or a server that tokenizes, the note leaves the diff to the server.
+            with suppress(PlanError, SpliceTransportError):
                 plan = plan_on_client(self._tokenizer, rendered, new_body)
                 note = note.model_copy(
                     update={"directives": plan.directives, "base_len": plan.base_len, "base_hash": plan.base_hash}
@@ -277,12 +276,14 @@ class Conversation:
         base = self._base
         return base is not None and goes_on(base, messages)
 
-    def _note(self, turn: str, base: AnsweredTurn | None, comparison: Comparison | None) -> Note:
+    def _note(self, turn: str, base: AnsweredTurn | None, comparison: Comparison | None, prompt: PromptDigest) -> Note:
         mode: Literal["amortize", "reprefill"] = "amortize"
         to_forget: set[str] = set()
         if comparison is None:
             # Without a base nothing can be spliced, but what an earlier process left there may be stale.
             mode = "reprefill" if self._resumed else "amortize"
+            if self._resumed:
+                to_forget |= {message.original for message in prompt.messages if message.forgets}
         else:
             to_forget |= comparison.newly_forgotten
             if comparison.unexplained and self._unexplained_changes == "reprefill":

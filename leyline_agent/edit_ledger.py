@@ -18,7 +18,9 @@ _MAX_UNANSWERED = 32
 class EditLedger:
     """Edit ids by the digest of the message that was amortized away. Holds no text."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, resumed: bool = False) -> None:
+        self._resumed = resumed
+        """Whether a process before this one may have edited what this one knows nothing of."""
         self._ids: dict[str, EditIds] = {}
         self._unanswered: dict[str, frozenset[str]] = {}
         """By turn: messages whose edits the server may have amortized without our having got their ids."""
@@ -38,7 +40,7 @@ class EditLedger:
         """Return the ids of all edits that took these messages away, and of those still owed."""
         ids = self._owed
         for digest in digests:
-            if any(digest in amortized for amortized in self._unanswered.values()):
+            if self._resumed or any(digest in amortized for amortized in self._unanswered.values()):
                 return "all"
             ids = _union(ids, self._ids.get(digest, NO_IDS))
         return ids
@@ -49,9 +51,11 @@ class EditLedger:
         A turn's ids go to every message that it edited, since directives do not say which message they are of.
         """
         self._unanswered.pop(turn, None)
-        if outcome is not None and outcome.status is Status.REFUSED:
+        if outcome is None or outcome.status is Status.REFUSED:
+            # Not known to be forgotten: asked for again.
             self._owed = _union(self._owed, asked)
         elif asked == "all":
+            self._resumed = False
             self._owed = NO_IDS
             self._ids.clear()
             self._unanswered.clear()

@@ -20,7 +20,8 @@ from leyline_agent.core.plan import apply_directives
 
 _VOCABULARY = 100_000
 _APPENDED_TOKENS = 400
-_REPLACEMENT_TOKENS = 12
+# (removed, replaced by): short and long outputs by a stub, and the rare edit that puts in more than it takes.
+_EDITS = ((37, 12), (1500, 12), (10, 40))
 
 
 def _fresh(rng: random.Random, num_tokens: int, vocabulary: int = _VOCABULARY) -> list[int]:
@@ -73,7 +74,9 @@ def edited(
     return new_ids, len(old_ids) - num_edits * removed_tokens
 
 
-def measure(shape: str, *, num_tokens: int, num_edits: int, removed_tokens: int, repeats: int) -> dict[str, Any]:
+def measure(
+    shape: str, *, num_tokens: int, num_edits: int, removed_tokens: int, replacement_tokens: int, repeats: int
+) -> dict[str, Any]:
     """Return one row: the diff's milliseconds, and the kept share of the tokens that the edits left.
 
     The share may pass 1 where the text repeats and what was removed stands elsewhere too.
@@ -85,7 +88,7 @@ def measure(shape: str, *, num_tokens: int, num_edits: int, removed_tokens: int,
         old_ids,
         num_edits=num_edits,
         removed_tokens=removed_tokens,
-        replacement_tokens=_REPLACEMENT_TOKENS,
+        replacement_tokens=replacement_tokens,
     )
     directives = diff_token_ids(old_ids, new_ids)
     result = apply_directives(old_ids, directives)
@@ -104,6 +107,7 @@ def measure(shape: str, *, num_tokens: int, num_edits: int, removed_tokens: int,
         "tokens": num_tokens,
         "edits": num_edits,
         "removed_tokens": removed_tokens,
+        "replacement_tokens": replacement_tokens,
         "directives": len(directives),
         "kept_share": round(kept / left, 4),
         "p20_ms": round(p20, 3),
@@ -126,13 +130,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not options.json:
         print(f"{'shape':24}{'removed':>9}{'directives':>12}{'kept':>8}{'p20 ms':>9}{'p50 ms':>9}{'p80 ms':>9}")
     for shape in _SHAPES:
-        for removed_tokens in (37, 1500):
+        for removed_tokens, replacement_tokens in _EDITS:
             try:
                 row = measure(
                     shape,
                     num_tokens=options.tokens,
                     num_edits=options.edits,
                     removed_tokens=removed_tokens,
+                    replacement_tokens=replacement_tokens,
                     repeats=options.repeats,
                 )
             except ValueError as error:

@@ -13,6 +13,7 @@ from leyline_agent.errors import PlanError
 _MAX_GROWTH = 16
 """By how many tokens a stub may be longer than what it stands for before the alignment is looked at again."""
 _GRAM_TOKENS = 16
+_TOKEN_BYTES = 4
 _TAIL_TOKENS = 32
 """What may differ at the end of a base without meaning anything: a few generated tokens, a template's own words."""
 
@@ -66,42 +67,57 @@ def _grows(runs: Sequence[Run]) -> bool:
 def _truer(runs: list[Run], others: list[Run], old_ids: Sequence[int], new_ids: Sequence[int]) -> list[Run]:
     """Return `others`, which keeps fewer tokens, if it is nevertheless how the prompt came about.
 
-    What says so are grams that stand once in the base and once in the prompt: they tell where a text went, however
-    many equal ones there are. A conversation grows at its end, so the base's last messages are still there: if
-    `others` alone keeps them, any such gram will do. Where both keep them, `others` must have more in place.
+    A conversation grows at its end, so the base's last messages are still there: `runs` it is, if `others` loses
+    them. Then grams decide that stand once in the base and once in the prompt, since they tell where a text went,
+    however many equal ones there are: if `others` alone keeps the last messages, any of them that it alone has in
+    place will do. Where both keep them, `others` must have more in place.
     """
-    start = runs[0].length if runs and not runs[0].old and not runs[0].new else 0
-    old_places, new_places = _unique_grams(old_ids, start), _unique_grams(new_ids, start)
-    places = [(old_places[gram], new_places[gram]) for gram in old_places.keys() & new_places.keys()]
-    in_runs, in_others = _in_place(runs, places), _in_place(others, places)
     behind_runs, behind_others = (len(old_ids) - (kept[-1].old_end if kept else 0) for kept in (runs, others))
-    if abs(behind_runs - behind_others) > _TAIL_TOKENS:
-        return others if behind_others < behind_runs and in_others - in_runs else runs
-    return others if len(in_others) > len(in_runs) else runs
+    if behind_others > behind_runs + _TAIL_TOKENS:
+        return runs
+    same = runs[0].length if runs and runs[0].old == runs[0].new == 0 else 0
+    places = _unique_grams(old_ids, new_ids, same)
+    for_others = sum(_keeps(others, *place) > _keeps(runs, *place) for place in places)
+    if behind_others < behind_runs - _TAIL_TOKENS:
+        return others if for_others else runs
+    for_runs = sum(_keeps(runs, *place) > _keeps(others, *place) for place in places)
+    return others if for_others > for_runs else runs
 
 
-def _unique_grams(token_ids: Sequence[int], start: int) -> dict[bytes, int]:
-    """Return the grams from `start` on that occur once, and where."""
-    packed = array("I", token_ids)
-    size, raw = packed.itemsize, packed.tobytes()
-    places: dict[bytes, int] = {}
-    for at in range(start, len(packed) - _GRAM_TOKENS + 1):
-        gram = raw[at * size : (at + _GRAM_TOKENS) * size]
-        places[gram] = -1 if gram in places else at
-    return {gram: at for gram, at in places.items() if at >= 0}
+def _keeps(runs: list[Run], old_at: int, new_at: int) -> bool:
+    """Whether the gram at an old position is kept at this new one."""
+    idx = bisect_right(runs, old_at, key=lambda run: run.old) - 1
+    if idx < 0:
+        return False
+    run = runs[idx]
+    return old_at + _GRAM_TOKENS <= run.old_end and new_at - old_at == run.new - run.old
 
 
-def _in_place(runs: list[Run], places: list[tuple[int, int]]) -> set[int]:
-    """Return the old positions of those pairs of old and new positions that lie in one of the runs."""
-    starts = [run.old for run in runs]
-    in_place: set[int] = set()
-    for old_at, new_at in places:
-        idx = bisect_right(starts, old_at) - 1
-        if idx >= 0:
-            run = runs[idx]
-            if old_at + _GRAM_TOKENS <= run.old_end and new_at - old_at == run.new - run.old:
-                in_place.add(old_at)
-    return in_place
+def _unique_grams(old_ids: Sequence[int], new_ids: Sequence[int], same: int) -> list[tuple[int, int]]:
+    """Return old and new positions behind the first `same` of grams that occur once in each.
+
+    Only grams at every other old position are looked at: a token that two texts do not share makes as many grams
+    unique as a gram has tokens.
+    """
+    old, new = array("I", old_ids[same:]).tobytes(), array("I", new_ids[same:]).tobytes()
+    size = _GRAM_TOKENS * _TOKEN_BYTES
+    num_old = dict.fromkeys((old[at : at + size] for at in range(0, len(old) - size + 1, size // 8)), 0)
+    new_places: dict[bytes, list[int]] = {gram: [] for gram in num_old}
+    old_places: dict[bytes, int] = {}
+    for at in range(0, len(old) - size + 1, _TOKEN_BYTES):
+        gram = old[at : at + size]
+        if gram in num_old:
+            num_old[gram] += 1
+            old_places[gram] = at // _TOKEN_BYTES
+    for at in range(0, len(new) - size + 1, _TOKEN_BYTES):
+        found = new_places.get(new[at : at + size])
+        if found is not None and len(found) < 2:
+            found.append(at // _TOKEN_BYTES)
+    return [
+        (same + old_places[gram], same + new_places[gram][0])
+        for gram, count in num_old.items()
+        if count == 1 and len(new_places[gram]) == 1
+    ]
 
 
 def _directives(old_ids: Sequence[int], new_ids: Sequence[int], runs: Sequence[Run]) -> list[Directive]:

@@ -7,6 +7,7 @@ Imported by the client and by the server. Knows nothing of HTTP, of messages or 
 from __future__ import annotations
 
 import hashlib
+import sys
 from array import array
 from collections.abc import Sequence
 from enum import StrEnum
@@ -24,6 +25,9 @@ MAX_NOTE_BYTES = 1 << 20
 """Notes above this are refused before they are parsed. A million bytes hold about 150,000 replacement ids."""
 MAX_HEADER_BYTES = 4096
 """An outcome in a header is cut to this; many HTTP stacks cap a header line at 8 KiB."""
+
+# Written as \\uXXXX a character is six bytes of ASCII, so this leaves the other fields room.
+_MAX_HEADER_MESSAGE = 400
 
 
 class Mode(StrEnum):
@@ -51,6 +55,7 @@ class Reason(StrEnum):
     EVICTED = "evicted"
     POOL_FULL = "pool_full"
     DIFF_BUDGET = "diff_budget"
+    TOO_MANY_DIRECTIVES = "too_many_directives"
     TIMEOUT = "timeout"
     ABORTED = "aborted"
     # What the server can do at all.
@@ -185,17 +190,14 @@ class SpliceReply(_Wire):
 
     outcome: Outcome
     token_ids: tuple[int, ...]
-    """The edited sequence as far as it is cached now in the conversation's namespace."""
+    """The edited sequence as far as it is cached now for the conversation."""
 
 
 def hash_token_ids(token_ids: Sequence[int]) -> str:
     """Return the SHA-256 hex digest of the ids as little-endian int32."""
     packed = array("i", token_ids)
-    if packed.itemsize != 4:  # pragma: no cover - no platform that SGLang runs on
-        raise AssertionError("array('i') is not 32 bits wide here")
-    import sys
-
-    if sys.byteorder == "big":  # pragma: no cover
+    assert packed.itemsize == 4
+    if sys.byteorder == "big":
         packed.byteswap()
     return hashlib.sha256(packed.tobytes()).hexdigest()
 
@@ -203,11 +205,14 @@ def hash_token_ids(token_ids: Sequence[int]) -> str:
 def outcome_header(outcome: Outcome) -> str:
     """Return the outcome as one line of ASCII JSON of at most `MAX_HEADER_BYTES`.
 
-    Directives are cut from the right until it fits; `num_directives` still counts them all.
+    A long message is cut, and directives from the right until it fits; `num_directives` still counts them all.
     """
-    fitting = outcome
+    message = outcome.message
+    if message is not None and len(message) > _MAX_HEADER_MESSAGE:
+        message = message[:_MAX_HEADER_MESSAGE] + "…"
+    fitting = outcome.model_copy(update={"message": message})
     while True:
         line = fitting.model_dump_json(exclude_defaults=True, exclude={"v"}, ensure_ascii=True)
         if len(line) <= MAX_HEADER_BYTES or not fitting.directives:
-            return line[:MAX_HEADER_BYTES]
+            return line
         fitting = fitting.model_copy(update={"directives": fitting.directives[: len(fitting.directives) // 2]})

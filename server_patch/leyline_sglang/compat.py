@@ -112,6 +112,11 @@ def vocab_size(manager: Any) -> int:
     return int(manager.model_config.vocab_size)
 
 
+def context_tokens(manager: Any) -> int:
+    """Return the longest sequence that the model takes."""
+    return int(manager.model_config.context_len)
+
+
 def is_dispatched(manager: Any, rid: str) -> bool:
     """Whether the scheduler has been sent this request; what is sent later arrives later."""
     state = manager.rid_to_state.get(rid)
@@ -223,7 +228,12 @@ class RadixPort:
         self._tree.unlock(lock)
 
     def allocate(self, num_slots: int) -> torch.Tensor | None:
-        """Return `num_slots` free slots, evicting what nobody holds; None where the pool cannot give them."""
+        """Return `num_slots` free slots, evicting what nobody holds; None where the pool cannot give them.
+
+        Then nothing is evicted either.
+        """
+        if self._allocator.available_size() + self._tree.evictable_size() < num_slots:
+            return None
         self._allocator.evict_to_free_tokens(self._tree, num_slots)
         slots: torch.Tensor | None = self._allocator.alloc(num_slots)
         return slots
@@ -319,7 +329,8 @@ def unsupported(scheduler: Any) -> list[str]:
     args = scheduler.server_args.resolved_dict()
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     tree = scheduler.tree_cache
-    reasons = [why for name, plain, why in _SETTINGS if args.get(name, plain) not in (plain, None)]
+    # A name that is gone is a KeyError on purpose: a renamed setting must not pass as a plain one.
+    reasons = [why for name, plain, why in _SETTINGS if args[name] not in (plain, None)]
     if sglang_version() not in SUPPORTED_VERSIONS:
         reasons.append(f"SGLang {sglang_version()}; tested with {', '.join(SUPPORTED_VERSIONS)}")
     if getattr(scheduler, "rust_server", None) is not None:

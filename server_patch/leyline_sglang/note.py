@@ -14,14 +14,24 @@ from leyline_agent.errors import PlanError
 
 
 def take_note(obj: Any) -> Any:
-    """Take the note off a request, so that it never travels to the scheduler; None where there is none."""
-    params = obj.sampling_params
-    custom = params.get("custom_params") if isinstance(params, dict) else None
-    if not isinstance(custom, dict) or NOTE_KEY not in custom:
-        return None
-    rest = {key: value for key, value in custom.items() if key != NOTE_KEY}
-    obj.sampling_params = {**params, "custom_params": rest or None}
-    return custom[NOTE_KEY]
+    """Take the note off a request, so that it never travels to the scheduler; None where there is none.
+
+    A batch may have one in each of its sampling parameters; the last is returned.
+    """
+    taken = None
+    batch = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params]
+    without: list[Any] = []
+    for params in batch:
+        custom = params.get("custom_params") if isinstance(params, dict) else None
+        if isinstance(custom, dict) and NOTE_KEY in custom:
+            rest = {key: value for key, value in custom.items() if key != NOTE_KEY}
+            taken = custom[NOTE_KEY]
+            without.append({**params, "custom_params": rest or None})
+        else:
+            without.append(params)
+    if taken is not None:
+        obj.sampling_params = without if isinstance(obj.sampling_params, list) else without[0]
+    return taken
 
 
 def parse_note(text: Any, *, max_bytes: int) -> Note:

@@ -45,6 +45,7 @@ def activate() -> None:
         turns_per_conversation=config.turns_per_conversation,
         memory_tokens=config.memory_tokens,
         scope_memory_tokens=config.scope_memory_tokens,
+        max_conversations=config.max_conversations,
     )
     serving = Serving(config, memory)
     targets: dict[str, Callable[..., Any]] = {

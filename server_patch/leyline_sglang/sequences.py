@@ -60,6 +60,8 @@ class Conversation:
     turns: OrderedDict[str, RememberedTurn] = field(default_factory=OrderedDict)
     num_tokens: int = 0
     """Remembered token ids."""
+    has_unlogged_edits: bool = False
+    """Whether a turn ended in the middle of its edits: rows in the namespace may reflect text that no edit names."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a turn's edits are carried out: splices of one conversation are serialized."""
 
@@ -67,8 +69,16 @@ class Conversation:
 class SequenceMemory:
     """Conversations by (scope, hashed id), least recently used first to go."""
 
-    def __init__(self, *, turns_per_conversation: int, memory_tokens: int, scope_memory_tokens: int) -> None:
+    def __init__(
+        self,
+        *,
+        turns_per_conversation: int,
+        memory_tokens: int,
+        scope_memory_tokens: int,
+        max_conversations: int,
+    ) -> None:
         self._turns_per_conversation = turns_per_conversation
+        self._max_conversations = max_conversations
         self._memory_tokens = memory_tokens
         self._scope_memory_tokens = scope_memory_tokens
         self._conversations: OrderedDict[tuple[Scope, str], Conversation] = OrderedDict()
@@ -89,14 +99,18 @@ class SequenceMemory:
         if conversation is None:
             conversation = self._conversations[key] = Conversation(*key)
         self._conversations.move_to_end(key)
+        while len(self._conversations) > self._max_conversations:
+            self._evict(next(iter(self._conversations)))
         return conversation
 
     def remember(self, conversation: Conversation, turn_id: str, turn: RememberedTurn, *, nonce: str) -> None:
         """Keep a turn, replacing what was kept under the same id, and drop what is over the bounds.
 
-        A turn that was served from a namespace closed since (`nonce`) is not kept.
+        A turn is not kept that was served from a namespace closed since (`nonce`), nor one of a conversation that was
+        dropped while it ran.
         """
-        if nonce != conversation.nonce:
+        known = self._conversations.get((conversation.scope, conversation.hashed_id)) is conversation
+        if not known or nonce != conversation.nonce:
             return
         self._drop(conversation, turn_id)
         conversation.turns[turn_id] = turn
@@ -108,7 +122,7 @@ class SequenceMemory:
     def close_namespace(self, conversation: Conversation) -> None:
         """Start a new namespace and forget every turn: none of their rows can be reached any more."""
         conversation.nonce = new_nonce()
-        conversation.has_namespace = False
+        conversation.has_namespace = conversation.has_unlogged_edits = False
         conversation.turns.clear()
         self._account(conversation, -conversation.num_tokens)
 

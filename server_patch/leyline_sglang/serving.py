@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from leyline_agent.core.plan import apply_directives, check_directives
-from leyline_agent.core.protocol import Note, Outcome, Reason, SpliceReply, SpliceRequest, Status
+from leyline_agent.core.protocol import Mode, Note, Outcome, Reason, SpliceReply, SpliceRequest, Status
 from leyline_agent.errors import PlanError
 from leyline_sglang import compat
 from leyline_sglang.config import Config
@@ -106,7 +106,9 @@ class Serving:
         """Return why this server cannot splice at all; empty where it can. Asked of the scheduler once."""
         if self._unsupported is None:
             reply = await self._ask(manager, CacheRequest(capabilities=True))
-            self._unsupported = [reply.message] if reply.reason else json.loads(reply.message)
+            if reply.reason:
+                return [reply.message]
+            self._unsupported = json.loads(reply.message)
         return self._unsupported
 
     async def splice(self, manager: Any, http_request: Any, body: SpliceRequest) -> SpliceReply:
@@ -121,6 +123,11 @@ class Serving:
         _check_ids(base_ids, vocab_size)
         check_directives(body.directives, base_tokens=len(base_ids), vocab_size=vocab_size)
         new_ids = array("i", apply_directives(base_ids, body.directives))
+        if len(new_ids) >= compat.context_tokens(manager):
+            raise PlanError(
+                f"the edited sequence has {len(new_ids)} tokens, the model's context {compat.context_tokens(manager)}",
+                reason=Reason.BAD_DIRECTIVES,
+            )
         conversation = self.memory.open((body.extra_key, body.cache_salt or None), body.conversation)
         like = compat.new_request(body.extra_key, body.cache_salt)
         generate = compat.plain_generate(manager)
@@ -128,11 +135,12 @@ class Serving:
         async with conversation.lock:
             before = await turn.look(base_ids)
             in_own = conversation.has_namespace and before.base_own >= before.base_shared
-            cached, first_kept = max(before.base_own, before.base_shared), body.directives[0].end
-            if cached <= first_kept:
+            forgets = any(directive.mode is Mode.FORGET for directive in body.directives)
+            cached, last_end = max(before.base_own, before.base_shared), body.directives[-1].end
+            if not forgets and cached <= body.directives[0].end:
                 # Here a prefill would be for nothing: no request follows that goes on from it.
                 raise PlanError(
-                    f"{cached} tokens of the base are cached, nothing right of the edit that ends at {first_kept}",
+                    f"{cached} of the base's {len(base_ids)} tokens are cached; the edits end at {last_end}",
                     reason=Reason.EVICTED,
                 )
             served = await turn.splice(base_ids, list(body.directives), base_in_own=in_own)
@@ -184,9 +192,12 @@ class Serving:
         rid = obj.rid if isinstance(obj.rid, str) else uuid.uuid4().hex
         turn = self._turn(generate, manager, obj, http_request, conversation, prompt_ids, note.turn, rid)
         self._aborted[rid] = False
+        finished = False
         try:
             async with conversation.lock:
-                return await turn.carry_out(note)
+                served = await turn.carry_out(note)
+                finished = True
+                return served
         except TimeoutError:
             return _plain(conversation, _refused(PlanError(self._late(), reason=Reason.TIMEOUT), note.turn))
         except PlanError as error:
@@ -199,6 +210,8 @@ class Serving:
             problem = PlanError(f"{type(error).__name__}: {error}", reason=Reason.INTERNAL_ERROR)
             return _plain(conversation, _refused(problem, note.turn))
         finally:
+            # A caller who left, or a late answer: what the scheduler still does of it is in nobody's log.
+            conversation.has_unlogged_edits |= not finished
             if self._aborted.pop(rid, False):
                 self._in_background(_abort_when_dispatched(manager, rid))
 

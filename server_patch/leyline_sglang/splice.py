@@ -74,7 +74,7 @@ class _Transaction:
         """Copy head and kept run into the conversation's namespace; return the rows copied of each."""
         request = self._request
         assert request.own_salt is not None
-        # Matching splits nodes, so all matches come before the first slot list is read and locked.
+        # A match splits nodes but leaves slots where they are, so the lists stay right until something is evicted.
         base = self._match(self._base[: request.src_end], request.base_salt)
         head = self._match(self._new[: request.dst_start], request.head_salt) if request.dst_start else None
         num_kept = min(len(base), request.src_end) - request.src_start

@@ -109,11 +109,14 @@ class Turn:
         shown = _shown(directives, steps, plan.first_forget)
         if not steps and plan.first_forget is None:
             return await self._serve(Status.UNCHANGED, edits=edits)
-        done, reason, message, look = await self._take_steps(base_ids, steps, base_in_own)
+        done, reason, message, look = await self._take_steps(base_ids, plan, steps, base_in_own)
+        if reason is None and len(plan.steps[: plan.first_forget]) > self.config.max_directives:
+            reason = Reason.TOO_MANY_DIRECTIVES
+            message = f"{len(directives)} directives, of which the first {self.config.max_directives} are carried out"
         done_directives = steps[done - 1].directive_idx + 1 if done else 0
         carried = [secrets.token_hex(6) for _ in range(done_directives)]
         new_edits = (*_carry_over(edits, plan), *_made(carried, plan))
-        kept = min(plan.prefix_tokens, max(look.base_shared, look.base_own)) if look else 0
+        kept = min(plan.prefix_tokens, max(look.base_shared, look.base_own)) if look and done else 0
         if plan.first_forget is not None:
             # Also after a refusal: what was to be forgotten must not be reached, whatever else failed.
             trim = plan.steps[plan.first_forget].replacement.start
@@ -150,7 +153,7 @@ class Turn:
         return [step for step in steps if len(step.kept.dst) and step.kept.dst.start < limit]
 
     async def _take_steps(
-        self, base_ids: array[int], steps: list[SpliceStep], base_in_own: bool
+        self, base_ids: array[int], plan: SplicePlan, steps: list[SpliceStep], base_in_own: bool
     ) -> tuple[int, Reason | None, str | None, CacheReply | None]:
         """Take steps from the left until one is refused; return how many were taken, why not the rest, what is cached.
 
@@ -159,10 +162,14 @@ class Turn:
         """
         limit = len(self.new_ids) if self.last_position is None else self.last_position
         look: CacheReply | None = None
+        first_new = 0
         for idx, step in enumerate(steps):
             head_salt = self._salt(base_in_own or idx > 0)
             head_tokens = step.kept.dst.start
-            if len(step.replacement):
+            # Directives without a run between them are one as far as rows go: their R's stand in a row.
+            replacements = [other.replacement for other in plan.steps[first_new : step.directive_idx + 1]]
+            first_new = step.directive_idx + 1
+            if any(map(len, replacements)):
                 try:
                     self._prefilled += await self.prefill(self.new_ids[:head_tokens], head_salt)
                 except PlanError as error:
@@ -190,16 +197,16 @@ class Turn:
     async def _forget(self, note: Note, base: RememberedTurn | None) -> Served:
         """Serve the request from rows that no forgotten edit has touched: those left of the leftmost of them.
 
-        An edit that the base's log does not know may have been anywhere, so nothing of the namespace is kept then.
+        An edit that the base's log does not know may have been anywhere, as may those that "all" stands for beside the
+        base's own, so nothing of the namespace is kept then.
         """
         keep_tokens = 0
         edits: tuple[Edit, ...] = ()
-        if base is not None:
+        if base is not None and note.forget != "all" and not self.conversation.has_unlogged_edits:
             positions = {edit.edit_id: edit.position for edit in base.edits}
-            named = list(positions) if note.forget == "all" else list(note.forget)
-            if all(edit_id in positions for edit_id in named):
+            if all(edit_id in positions for edit_id in note.forget):
                 first_difference = max(_common_prefix(s, self.new_ids) for s in base.sequences())
-                keep_tokens = min([first_difference, *(positions[edit_id] for edit_id in named)])
+                keep_tokens = min([first_difference, *(positions[edit_id] for edit_id in note.forget)])
                 edits = tuple(edit for edit in base.edits if edit.position < keep_tokens)
         await self._close_namespace(keep_tokens=keep_tokens)
         return await self._serve(Status.REPREFILL, edits=edits)

@@ -316,3 +316,14 @@ def test_late_answer_of_a_parallel_branch_is_no_base_for_another(agent: Agent) -
 def test_request_that_is_not_ours_to_edit_is_refused(body: Chat) -> None:
     with pytest.raises(ValueError, match=r"got input_ids|has a 'leyline' already"):
         Conversation().prepare({"messages": [{"role": "user", "content": "u"}], **body})
+
+
+def test_process_that_does_not_know_what_was_amortized_forgets_all_of_it() -> None:
+    """The one before it may have amortized this very message, and its edit ids are gone with it."""
+    conversation = Conversation.for_thread("k" * 16, "thread")
+    messages = [{"role": "user", "content": "go"}, {"role": "user", "content": "the key is sk-1"}]
+    conversation.edit(messages[1], "[secret]", mode="forget")
+    assert conversation.prepare({"messages": messages}).note.forget == "all"
+    fresh = Conversation()
+    fresh.edit(messages[1], "[secret]", mode="forget")
+    assert fresh.prepare({"messages": messages}).note.forget == ()

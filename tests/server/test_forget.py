@@ -84,3 +84,13 @@ def test_reprefill_keeps_what_lies_left_of_the_first_difference(live: Live) -> N
     assert answer.outcome is not None
     assert answer.outcome["status"] == "reprefill"
     assert answer.cached_tokens == 300
+
+
+def test_forgetting_all_does_not_trust_the_log(live: Live) -> None:
+    """An edit whose caller left before its turn ended is in no log. What "all" stands for must not depend on one."""
+    conversation, prompt, _ = _two_edits(live)
+    # The same prompt again: nothing differs, and this turn's log is that of a base without edits.
+    live.generate(prompt, note(conversation, "3", "1", mode="reprefill"))
+    answer = live.generate(prompt + live.ids(4, 11), note(conversation, "4", "3", forget="all"), max_new_tokens=12)
+    live.flush()
+    assert answer.output_ids == live.generate(prompt + live.ids(4, 11), max_new_tokens=12).output_ids

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from leyline_kernels.layout import MlaLayout
+from leyline_kernels.reference import rotate_rows
+from leyline_kernels.rope_tables import delta_table
+
+from leyline_agent.core.protocol import hash_token_ids
 
 from .live import Live, new_conversation, note
 
@@ -75,12 +85,16 @@ def test_rows_of_layer_0_are_exact(live: Live) -> None:
     errors, bound = _relative_l2(ours[:, rank:], theirs[:, rank:]), _key_bound(torch.arange(num_spliced))
     assert (errors <= bound).all(), f"worst {float((errors / bound).max()):.2f} of the bound"
 
-    # The bound means something: a key one position off exceeds it a hundredfold.
-    off_by_one = _relative_l2(theirs[1:, rank:], theirs[:-1, rank:])
-    same_token = torch.tensor([left == right for left, right in zip(edited[1:num_spliced], edited, strict=False)])
-    assert (errors[109:] * 100 < 1).all()
-    assert not same_token.all()
-    assert off_by_one.median() > 100 * bound.max()
+    # The bound means something: the same keys turned by one position more exceed it a hundredfold.
+    moved = torch.arange(109, num_spliced)
+    cos, sin = delta_table(_inv_freq(live), 1)
+    layout = MlaLayout(rank, ours.shape[1] - rank)
+    wrong = rotate_rows(ours[moved].unsqueeze(1), layout=layout, cos=cos, sin=sin, is_neox_style=False).squeeze(1)
+    assert (_relative_l2(wrong[:, rank:], theirs[moved, rank:]) > 100 * bound[moved]).all()
+
+
+def _inv_freq(live: Live) -> torch.Tensor:
+    return torch.tensor(live.counts()["inv_freq"])
 
 
 def test_deeper_layers_keep_the_influence_of_the_removed_text(live: Live) -> None:
@@ -155,8 +169,6 @@ def test_an_edit_of_an_older_turn_finds_it(live: Live) -> None:
 
 def test_the_base_may_still_be_decoding(live: Live) -> None:
     """Only its prompt is usable then, and only copied."""
-    import threading
-
     conversation, base = new_conversation(), live.ids(300, 18)
     alone = live.generate(base, max_new_tokens=150).output_ids
     live.flush()
@@ -187,7 +199,7 @@ def test_any_choice_of_n_may_be_continued(live: Live) -> None:
                 "temperature": 1.5,
                 "max_new_tokens": 30,
                 "ignore_eos": True,
-                "custom_params": {"leyline": __import__("json").dumps(note(conversation, "1"))},
+                "custom_params": {"leyline": json.dumps(note(conversation, "1"))},
             },
         },
     ).json()
@@ -199,3 +211,36 @@ def test_any_choice_of_n_may_be_continued(live: Live) -> None:
         assert answer.outcome["status"] == "spliced"
         # 209 rows of the prompt and all but the last of this choice's 30.
         assert answer.cached_tokens == 20 + 210 + 29
+
+
+def test_explicit_directives_that_touch_are_carried_out(live: Live) -> None:
+    """There is no run between them, so the R of the first stands before the run that the second keeps."""
+    conversation, base = new_conversation(), live.ids(300, 30)
+    live.generate(base, note(conversation, "1"), max_new_tokens=1)
+    directives = [{"start": 20, "end": 30, "replacement_ids": [44]}, {"start": 30, "end": 50}]
+    explicit = {"directives": directives, "base_len": 300, "base_hash": hash_token_ids(base)}
+    edited = [*base[:20], 44, *base[50:], 45]
+    answer = live.generate(edited, note(conversation, "2", "1", **explicit))
+    assert answer.outcome is not None
+    assert answer.outcome["status"] == "spliced"
+    assert (answer.outcome["moved_tokens"], answer.outcome["prefilled_tokens"]) == (250, 1)
+    assert answer.cached_tokens == 271
+
+
+def test_incremental_streams_are_remembered_whole(serve_probed: Callable[..., Any]) -> None:
+    """Their chunks carry only the new ids."""
+    with serve_probed("--incremental-streaming-output") as live:
+        conversation, base = new_conversation(), live.ids(200, 31)
+        params = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
+        params["custom_params"] = {"leyline": json.dumps(note(conversation, "1"))}
+        body = {"input_ids": base, "stream": True, "sampling_params": params}
+        output: list[int] = []
+        with live.http.stream("POST", "/generate", json=body) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    output += json.loads(line[6:])["output_ids"]
+        assert len(output) == 40
+        edited = base[:20] + base[90:] + output + live.ids(4, 32)
+        answer = live.generate(edited, note(conversation, "2", "1"))
+        assert answer.outcome is not None
+        assert answer.outcome["moved_tokens"] == 110 + 39

@@ -43,8 +43,6 @@ def test_splices_refusals_and_isolation(variant: Live) -> None:
     assert spliced.outcome["status"] == "spliced"
     assert spliced.cached_tokens == len(prompt) - 8
     assert live.generate(prompt, max_new_tokens=12).output_ids == clean.output_ids != spliced.output_ids
-    again = live.generate(prompt, note(conversation, "2b", "1"), max_new_tokens=12)
-    assert again.output_ids in (spliced.output_ids, clean.output_ids)
     for their_note in ("{", note(conversation, "3", "none")):
         refused = live.generate(prompt, their_note)
         assert refused.outcome is not None

@@ -46,7 +46,8 @@ def _look(scheduler: Any, request: ProbeRequest) -> ProbeReply:
     counts["running"] = len(scheduler.running_batch.reqs) + len(scheduler.waiting_queue)
     if not request.ids:
         tree = type(getattr(scheduler.tree_cache, "tree_core", None)).__name__
-        return ProbeReply(body=json.dumps({**counts, "tree_core": tree, "rank": pool.kv_lora_rank}))
+        inv_freq = compat.mla_pool(scheduler).inv_freq.tolist() if hasattr(pool, "kv_lora_rank") else []
+        return ProbeReply(body=json.dumps({**counts, "tree_core": tree, "inv_freq": inv_freq}))
     slots = radix.match(unpack(request.ids), request.extra_key, request.cache_salt).slots
     rows = {layer: pool.kv_buffer[layer][slots, 0].tolist() for layer in (0, pool.layer_num - 1)}
     return ProbeReply(
