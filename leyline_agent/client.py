@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 import httpx
@@ -105,13 +105,16 @@ class Client:
     ) -> Iterator[ChatStream]:
         """Send one turn and stream its answer. Raises as `chat`, partly while the chunks are read."""
         prepared = conversation.prepare({**_chat_body(messages, body), "stream": True})
-        try:
-            with self._http.stream("POST", _CHAT, json=prepared.body, headers=prepared.headers) as response:
+        with ExitStack() as stack:
+            # Not around the yield: an error of httpx in the caller's own block is the caller's.
+            try:
+                request = self._http.stream("POST", _CHAT, json=prepared.body, headers=prepared.headers)
+                response = stack.enter_context(request)
                 if response.is_error:
                     response.read()
-                yield ChatStream(_checked(response), conversation, prepared, self._strict)
-        except httpx.HTTPError as error:
-            raise _unreachable("POST", _CHAT, error) from error
+            except httpx.HTTPError as error:
+                raise _unreachable("POST", _CHAT, error) from error
+            yield ChatStream(_checked(response), conversation, prepared, self._strict)
 
     def splice(self, request: SpliceRequest) -> SpliceReply:
         """Carry out explicit directives outside of a turn.
@@ -180,13 +183,15 @@ class AsyncClient:
     ) -> AsyncIterator[ChatStream]:
         """As `Client.stream`; iterate with `async for`."""
         prepared = await conversation.prepare_async({**_chat_body(messages, body), "stream": True})
-        try:
-            async with self._http.stream("POST", _CHAT, json=prepared.body, headers=prepared.headers) as response:
+        async with AsyncExitStack() as stack:
+            try:
+                request = self._http.stream("POST", _CHAT, json=prepared.body, headers=prepared.headers)
+                response = await stack.enter_async_context(request)
                 if response.is_error:
                     await response.aread()
-                yield ChatStream(_checked(response), conversation, prepared, self._strict)
-        except httpx.HTTPError as error:
-            raise _unreachable("POST", _CHAT, error) from error
+            except httpx.HTTPError as error:
+                raise _unreachable("POST", _CHAT, error) from error
+            yield ChatStream(_checked(response), conversation, prepared, self._strict)
 
     async def splice(self, request: SpliceRequest) -> SpliceReply:
         """As `Client.splice`."""

@@ -147,9 +147,7 @@ def _splice_totals(rows: Sequence[TurnRow]) -> dict[str, Any]:
 def crosscheck(result: ArmResult) -> dict[str, Any]:
     """Compare what the responses said with what the server counted, over all requests of the arm.
 
-    The counters hold a splice's internal prefills as well: each is a finished request of its own, with a prompt and
-    cached tokens. So the server's sums may lie above the client's by what those explain, and never below; without
-    internal requests they must be equal. Chat requests as the HTTP server received them must equal the client's.
+    They must be equal, tokens and requests: the plugin keeps a splice's internal prefills out of the counters.
     """
     client = {
         "requests": sum(row.num_requests for row in result.rows),
@@ -162,17 +160,14 @@ def crosscheck(result: ArmResult) -> dict[str, Any]:
     internal = result.server.finished_requests - len(result.rows)
     extra_prompt = result.server.prompt_tokens - client["prompt_tokens"]
     extra_cached = result.server.cached_tokens - client["cached_tokens"]
-    if internal == 0:
-        explained = extra_prompt == 0 and extra_cached == 0
-    else:
-        explained = internal > 0 and 0 <= extra_cached <= extra_prompt
     return {
         "client": client,
         "server": server,
         "internal_requests": internal,
         "internal_prompt_tokens": extra_prompt,
         "internal_cached_tokens": extra_cached,
-        "agrees": explained and result.server.http_chat_requests == client["requests"],
+        "agrees": internal == extra_prompt == extra_cached == 0
+        and result.server.http_chat_requests == client["requests"],
     }
 
 
