@@ -33,6 +33,9 @@ SCOPE_KEY = "leyline.outcome"
 META_KEY = "leyline"
 """Key of the outcome in `meta_info`, and from there in `metadata` of a chat response."""
 
+_MAX_MESSAGE = 1000
+"""A message may quote what a client sent, but not all of it."""
+
 Generate = Callable[..., AsyncGenerator[Any, None]]
 Remember = Callable[[tuple["array[int]", ...]], None]
 
@@ -94,11 +97,15 @@ class Serving:
 
     async def reset(self, original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
         """Stand around whatever empties or invalidates the cache: the memory of turns goes with it."""
-        self.memory.forget_all()
         try:
-            return await original(manager, *args, **kwargs)
-        finally:
+            result = await original(manager, *args, **kwargs)
+        except BaseException:
             self.memory.forget_all()
+            raise
+        # A flush is refused while requests run; then the rows are still there.
+        if getattr(result, "success", True):
+            self.memory.forget_all()
+        return result
 
     # --- routes -----------------------------------------------------------------------------------------------------
 
@@ -119,8 +126,8 @@ class Serving:
         """
         await self._check_server(manager)
         vocab_size = compat.vocab_size(manager)
+        _check_ids(body.base_ids, vocab_size)
         base_ids = array("i", body.base_ids)
-        _check_ids(base_ids, vocab_size)
         check_directives(body.directives, base_tokens=len(base_ids), vocab_size=vocab_size)
         new_ids = array("i", apply_directives(base_ids, body.directives))
         if len(new_ids) >= compat.context_tokens(manager):
@@ -158,11 +165,16 @@ class Serving:
         """Carry out the note and point the request at the namespace to be served from."""
         turn_id = None
         try:
-            note = parse_note(text, max_bytes=self.config.max_note_bytes)
+            # Off the event loop: a long note would stop every stream meanwhile.
+            note = await asyncio.to_thread(parse_note, text, max_bytes=self.config.max_note_bytes)
             turn_id = note.turn
             _check_request(obj)
             await self._check_server(manager)
             _check_ids(obj.input_ids, compat.vocab_size(manager))
+            if len(obj.input_ids) >= compat.context_tokens(manager):
+                raise PlanError("the prompt is longer than the model's context", reason=Reason.UNSUPPORTED_REQUEST)
+            if isinstance(obj.rid, str) and compat.is_running(manager, obj.rid):
+                raise PlanError("another request runs under this rid", reason=Reason.UNSUPPORTED_REQUEST)
         except PlanError as error:
             return _refused(error, turn_id), lambda _outputs: None
         prompt_ids = array("i", obj.input_ids)
@@ -190,6 +202,8 @@ class Serving:
         if obj.rid is None and not _num_choices(obj) > 1:
             obj.rid = uuid.uuid4().hex
         rid = obj.rid if isinstance(obj.rid, str) else uuid.uuid4().hex
+        # What aborts the request of a caller who leaves asks for it, and the engine sets it only later.
+        obj.is_single = True
         turn = self._turn(generate, manager, obj, http_request, conversation, prompt_ids, note.turn, rid)
         self._aborted[rid] = False
         finished = False
@@ -298,6 +312,8 @@ def _check_request(obj: Any) -> None:
         problem = "session_params"
     elif obj.positional_embed_overrides is not None:
         problem = "embedding overrides"
+    elif obj.return_logprob and obj.logprob_start_len is not None and obj.logprob_start_len >= 0:
+        problem = "log probabilities of the prompt, for which it is prefilled again whatever is cached"
     elif isinstance(obj.extra_key, list) or isinstance(obj.cache_salt, list):
         problem = "lists of cache keys"
     if problem:
@@ -323,7 +339,7 @@ def _check_vocabulary(input_ids: Any, vocab_size: int) -> None:
 
 
 def _refused(error: PlanError, turn_id: str | None) -> Outcome:
-    return Outcome(status=Status.REFUSED, reason=Reason(error.reason), message=str(error), turn=turn_id)
+    return Outcome(status=Status.REFUSED, reason=Reason(error.reason), message=str(error)[:_MAX_MESSAGE], turn=turn_id)
 
 
 def _plain(conversation: Conversation, outcome: Outcome) -> Served:

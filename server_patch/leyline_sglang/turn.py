@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 from leyline_agent.core.plan import SplicePlan, SpliceStep, make_plan
 from leyline_agent.core.protocol import Directive, DirectiveOutcome, Note, Outcome, Reason, Status
@@ -28,6 +29,14 @@ Prefill = Callable[["array[int]", str | None], Awaitable[int]]
 
 Raises `PlanError` where the prefill was refused or aborted.
 """
+
+_MAX_EDITS = 1024
+"""Remembered of one turn. Past them the oldest are in no log, so that a `forget` gives up the whole namespace."""
+
+
+class _Logged(TypedDict):
+    logged_tokens: int
+    edits: tuple[Edit, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,23 +83,43 @@ class Turn:
         base = self.conversation.turns.get(note.base) if note.base is not None else None
         if note.forget:
             return await self._forget(note, base)
-        if note.base is None:
+        if note.base is None and note.mode == "amortize":
             return await self._serve(Status.UNCHANGED)
-        if base is None:
+        if note.base is not None and base is None:
             return await self._serve(
                 Status.REFUSED,
                 reason=Reason.UNKNOWN_BASE,
                 message=f"turn {note.base!r} is not remembered here: it never came, is too old, or was flushed",
             )
-        # Its retries and branches come back to it, so it is not the oldest any more.
-        self.conversation.turns.move_to_end(note.base)
-        if note.mode == "reprefill":
-            return await self._serve(Status.REPREFILL, edits=base.edits)
+        if note.base is not None:
+            # Its retries and branches come back to it, so it is not the oldest any more.
+            self.conversation.turns.move_to_end(note.base)
+        if note.mode == "reprefill" or base is None:
+            return await self._reprefill(base)
         try:
             base_ids, directives = await asyncio.to_thread(self._directives, note, base)
         except PlanError as error:
-            return await self._serve(Status.REFUSED, reason=Reason(error.reason), message=str(error), edits=base.edits)
+            return await self._serve(
+                Status.REFUSED, reason=Reason(error.reason), message=str(error), **self._left_of_difference(base)
+            )
         return await self.splice(base_ids, directives, base_in_own=base.in_own, edits=base.edits)
+
+    async def _reprefill(self, base: RememberedTurn | None) -> Served:
+        """Serve nothing of the conversation's own rows right of the first difference from the base, whoever left them.
+
+        What lies left of it saw nothing of the changed text.
+        """
+        left = self._left_of_difference(base) if base is not None else _Logged(logged_tokens=0, edits=())
+        if self.conversation.has_namespace:
+            look = await self.look()
+            if look.new_own > max(left["logged_tokens"], look.new_shared):
+                await self._close_namespace(keep_tokens=left["logged_tokens"])
+        return await self._serve(Status.REPREFILL, **left)
+
+    def _left_of_difference(self, base: RememberedTurn) -> _Logged:
+        """Return how far the prompt is the base, and the base's edits as far as there."""
+        tokens = max(_common_prefix(sequence, self.new_ids) for sequence in base.sequences())
+        return _Logged(logged_tokens=tokens, edits=tuple(edit for edit in base.edits if edit.position < tokens))
 
     async def splice(
         self,
@@ -108,7 +137,8 @@ class Turn:
         steps = self._steps(plan)
         shown = _shown(directives, steps, plan.first_forget)
         if not steps and plan.first_forget is None:
-            return await self._serve(Status.UNCHANGED, edits=edits)
+            left = tuple(edit for edit in edits if edit.position < plan.prefix_tokens)
+            return await self._serve(Status.UNCHANGED, edits=left, logged_tokens=plan.prefix_tokens)
         done, reason, message, look = await self._take_steps(base_ids, plan, steps, base_in_own)
         if reason is None and len(plan.steps[: plan.first_forget]) > self.config.max_directives:
             reason = Reason.TOO_MANY_DIRECTIVES
@@ -136,6 +166,7 @@ class Turn:
             num_directives=len(shown),
             kept_tokens=kept,
             edits=new_edits,
+            logged_tokens=steps[done - 1].kept.dst.end if done else plan.prefix_tokens,
             look=look,
         )
 
@@ -209,7 +240,7 @@ class Turn:
                 keep_tokens = min([first_difference, *(positions[edit_id] for edit_id in note.forget)])
                 edits = tuple(edit for edit in base.edits if edit.position < keep_tokens)
         await self._close_namespace(keep_tokens=keep_tokens)
-        return await self._serve(Status.REPREFILL, edits=edits)
+        return await self._serve(Status.REPREFILL, edits=edits, logged_tokens=keep_tokens)
 
     async def _close_namespace(self, *, keep_tokens: int) -> None:
         """Leave the conversation's namespace for a new one that holds the first `keep_tokens` of the prompt.
@@ -274,16 +305,22 @@ class Turn:
         num_directives: int = 0,
         kept_tokens: int = 0,
         edits: tuple[Edit, ...] = (),
+        logged_tokens: int = 0,
         look: CacheReply | None = None,
     ) -> Served:
         """Choose the namespace with the longer match, the conversation's on a tie, and state the outcome.
 
-        `look` is what is cached now, where the caller knows it.
+        `edits` are all that act on the prompt's first `logged_tokens`. `look` is what is cached now, if it is known.
         """
         in_own = self.conversation.has_namespace
         if in_own:
             look = look or await self.look()
             in_own = look.new_own >= look.new_shared
+            # A branch, a retry or a lost answer left rows further right, and what acts on them is in another log.
+            self.conversation.has_unlogged_edits |= in_own and look.new_own > logged_tokens
+        if len(edits) > _MAX_EDITS:
+            self.conversation.has_unlogged_edits = True
+            edits = edits[-_MAX_EDITS:]
         outcome = Outcome(
             status=status,
             reason=reason,

@@ -86,6 +86,33 @@ def test_reprefill_keeps_what_lies_left_of_the_first_difference(live: Live) -> N
     assert answer.cached_tokens == 300
 
 
+def test_reprefill_serves_nothing_right_of_the_first_difference_whoever_left_it(live: Live) -> None:
+    """The same prompt was spliced before; now it is to be prefilled from its first difference on, and is."""
+    conversation, prompt, _ = _two_edits(live)
+    answer = live.generate(prompt, note(conversation, "3", "1", mode="reprefill"), max_new_tokens=12)
+    assert answer.cached_tokens == 100
+    live.flush()
+    assert answer.output_ids == live.generate(prompt, max_new_tokens=12).output_ids
+
+
+@pytest.mark.parametrize("how", ["reprefill", "stale_base", "no_base"])
+def test_forget_after_a_turn_whose_log_does_not_cover_its_rows(live: Live, how: str) -> None:
+    """Turn 4 meets rows that turn 3 left, under a log in another turn's positions; its forget must not trust that."""
+    conversation, prompt, (_, second) = _two_edits(live)
+    shorter = prompt[:20] + prompt[80:]
+    live.generate(shorter, note(conversation, "3", "2"))
+    said = {
+        "reprefill": {"base": "2", "mode": "reprefill"},
+        "stale_base": {"base": "2", "directives": [], "base_len": 9, "base_hash": "0" * 64},
+        "no_base": {},
+    }[how]
+    live.generate(shorter + live.ids(5, 12), note(conversation, "4", **said))
+    later = shorter + live.ids(5, 12) + live.ids(5, 13)
+    answer = live.generate(later, note(conversation, "5", "4", forget=[second]), max_new_tokens=12)
+    live.flush()
+    assert answer.output_ids == live.generate(later, max_new_tokens=12).output_ids
+
+
 def test_forgetting_all_does_not_trust_the_log(live: Live) -> None:
     """An edit whose caller left before its turn ended is in no log. What "all" stands for must not depend on one."""
     conversation, prompt, _ = _two_edits(live)

@@ -146,3 +146,48 @@ def test_a_partly_cached_base_gives_what_it_has(live: Live) -> None:
     assert answer.outcome["status"] == "spliced"
     assert answer.outcome["moved_tokens"] == 60
     assert answer.cached_tokens == 80
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"return_logprob": True, "logprob_start_len": 0}, "log probabilities"),
+    ],
+    ids=["logprobs_of_the_prompt"],
+)
+def test_what_a_splice_cannot_help_is_served_plain(live: Live, body: dict[str, Any], said: str) -> None:
+    conversation, base = new_conversation(), live.ids(200, 8)
+    live.generate(base, note(conversation, "1"))
+    answer = live.generate(base[:20] + base[90:] + [77], note(conversation, "2", "1"), **body)
+    assert answer.outcome is not None
+    assert answer.outcome["reason"] == "unsupported_request"
+    assert said in answer.outcome["message"]
+
+
+def test_a_prompt_beyond_the_context_is_a_400_and_nothing_is_spliced(live: Live) -> None:
+    conversation, base = new_conversation(), live.ids(200, 9)
+    live.generate(base, note(conversation, "1"))
+    before = live.counts()
+    answer = live.generate(base[:20] + [13] * 66_000 + base[30:], note(conversation, "2", "1"))
+    assert answer.status_code == 400
+    assert answer.outcome is not None
+    assert answer.outcome["reason"] == "unsupported_request"
+    assert live.counts() == before
+
+
+def test_a_refused_flush_forgets_nothing(live: Live) -> None:
+    conversation, base = new_conversation(), live.ids(200, 10)
+    live.generate(base, note(conversation, "1"))
+    body = {
+        "input_ids": live.ids(20, 11),
+        "stream": True,
+        "sampling_params": {"max_new_tokens": 60, "ignore_eos": True},
+    }
+    with live.http.stream("POST", "/generate", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        assert live.http.post("/flush_cache").status_code == 400
+        assert list(lines)
+    answer = live.generate(base[:20] + base[90:] + [77], note(conversation, "2", "1"))
+    assert answer.outcome is not None
+    assert answer.outcome["status"] == "spliced"

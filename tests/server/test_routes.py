@@ -61,6 +61,7 @@ BAD_BODIES: dict[str, tuple[Any, int, str]] = {
     ),
     "a_float": ([{"start": 20.5, "end": 30}], 400, "bad_directives"),
     "base_id_beyond_the_vocabulary": ({"base_ids": [5, 9_999_999]}, 400, "token_out_of_vocabulary"),
+    "base_id_beyond_int32": ({"base_ids": [5, 1 << 40]}, 400, "token_out_of_vocabulary"),
     "base_id_negative": ({"base_ids": [5, -9]}, 400, "bad_note"),
     "base_not_cached": ({"base_ids": [1999] * 300}, 409, "evicted"),
     "beyond_the_cached_length": ({"base_ids": None}, 409, "evicted"),
