@@ -60,8 +60,6 @@ class Conversation:
     turns: OrderedDict[str, RememberedTurn] = field(default_factory=OrderedDict)
     num_tokens: int = 0
     """Remembered token ids."""
-    has_unlogged_edits: bool = False
-    """Whether a turn ended in the middle of its edits: rows in the namespace may reflect text that no edit names."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a turn's edits are carried out: splices of one conversation are serialized."""
 
@@ -122,7 +120,7 @@ class SequenceMemory:
     def close_namespace(self, conversation: Conversation) -> None:
         """Start a new namespace and forget every turn: none of their rows can be reached any more."""
         conversation.nonce = new_nonce()
-        conversation.has_namespace = conversation.has_unlogged_edits = False
+        conversation.has_namespace = False
         conversation.turns.clear()
         self._account(conversation, -conversation.num_tokens)
 

@@ -206,12 +206,9 @@ class Serving:
         obj.is_single = True
         turn = self._turn(generate, manager, obj, http_request, conversation, prompt_ids, note.turn, rid)
         self._aborted[rid] = False
-        finished = False
         try:
             async with conversation.lock:
-                served = await turn.carry_out(note)
-                finished = True
-                return served
+                return await turn.carry_out(note)
         except TimeoutError:
             return _plain(conversation, _refused(PlanError(self._late(), reason=Reason.TIMEOUT), note.turn))
         except PlanError as error:
@@ -224,8 +221,6 @@ class Serving:
             problem = PlanError(f"{type(error).__name__}: {error}", reason=Reason.INTERNAL_ERROR)
             return _plain(conversation, _refused(problem, note.turn))
         finally:
-            # A caller who left, or a late answer: what the scheduler still does of it is in nobody's log.
-            conversation.has_unlogged_edits |= not finished
             if self._aborted.pop(rid, False):
                 self._in_background(_abort_when_dispatched(manager, rid))
 

@@ -12,7 +12,6 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TypedDict
 
 from leyline_agent.core.plan import SplicePlan, SpliceStep, make_plan
 from leyline_agent.core.protocol import Directive, DirectiveOutcome, Note, Outcome, Reason, Status
@@ -31,12 +30,7 @@ Raises `PlanError` where the prefill was refused or aborted.
 """
 
 _MAX_EDITS = 1024
-"""Remembered of one turn. Past them the oldest are in no log, so that a `forget` gives up the whole namespace."""
-
-
-class _Logged(TypedDict):
-    logged_tokens: int
-    edits: tuple[Edit, ...]
+"""Remembered of one turn. A `forget` of an older one gives up the whole namespace, as for any id that is in no log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +93,8 @@ class Turn:
         try:
             base_ids, directives = await asyncio.to_thread(self._directives, note, base)
         except PlanError as error:
-            return await self._serve(
-                Status.REFUSED, reason=Reason(error.reason), message=str(error), **self._left_of_difference(base)
-            )
+            _, edits = self._left_of_difference(base)
+            return await self._serve(Status.REFUSED, reason=Reason(error.reason), message=str(error), edits=edits)
         return await self.splice(base_ids, directives, base_in_own=base.in_own, edits=base.edits)
 
     async def _reprefill(self, base: RememberedTurn | None) -> Served:
@@ -109,17 +102,17 @@ class Turn:
 
         What lies left of it saw nothing of the changed text.
         """
-        left = self._left_of_difference(base) if base is not None else _Logged(logged_tokens=0, edits=())
+        kept_tokens, edits = self._left_of_difference(base) if base is not None else (0, ())
         if self.conversation.has_namespace:
             look = await self.look()
-            if look.new_own > max(left["logged_tokens"], look.new_shared):
-                await self._close_namespace(keep_tokens=left["logged_tokens"])
-        return await self._serve(Status.REPREFILL, **left)
+            if look.new_own > max(kept_tokens, look.new_shared):
+                await self._close_namespace(keep_tokens=kept_tokens)
+        return await self._serve(Status.REPREFILL, edits=edits)
 
-    def _left_of_difference(self, base: RememberedTurn) -> _Logged:
-        """Return how far the prompt is the base, and the base's edits as far as there."""
+    def _left_of_difference(self, base: RememberedTurn) -> tuple[int, tuple[Edit, ...]]:
+        """Return how far the prompt is the base, and the base's edits as far as there, where positions are the same."""
         tokens = max(_common_prefix(sequence, self.new_ids) for sequence in base.sequences())
-        return _Logged(logged_tokens=tokens, edits=tuple(edit for edit in base.edits if edit.position < tokens))
+        return tokens, tuple(edit for edit in base.edits if edit.position < tokens)
 
     async def splice(
         self,
@@ -138,7 +131,7 @@ class Turn:
         shown = _shown(directives, steps, plan.first_forget)
         if not steps and plan.first_forget is None:
             left = tuple(edit for edit in edits if edit.position < plan.prefix_tokens)
-            return await self._serve(Status.UNCHANGED, edits=left, logged_tokens=plan.prefix_tokens)
+            return await self._serve(Status.UNCHANGED, edits=left)
         done, reason, message, look = await self._take_steps(base_ids, plan, steps, base_in_own)
         if reason is None and len(plan.steps[: plan.first_forget]) > self.config.max_directives:
             reason = Reason.TOO_MANY_DIRECTIVES
@@ -166,7 +159,6 @@ class Turn:
             num_directives=len(shown),
             kept_tokens=kept,
             edits=new_edits,
-            logged_tokens=steps[done - 1].kept.dst.end if done else plan.prefix_tokens,
             look=look,
         )
 
@@ -233,14 +225,14 @@ class Turn:
         """
         keep_tokens = 0
         edits: tuple[Edit, ...] = ()
-        if base is not None and note.forget != "all" and not self.conversation.has_unlogged_edits:
+        if base is not None and note.forget != "all":
             positions = {edit.edit_id: edit.position for edit in base.edits}
             if all(edit_id in positions for edit_id in note.forget):
                 first_difference = max(_common_prefix(s, self.new_ids) for s in base.sequences())
                 keep_tokens = min([first_difference, *(positions[edit_id] for edit_id in note.forget)])
                 edits = tuple(edit for edit in base.edits if edit.position < keep_tokens)
         await self._close_namespace(keep_tokens=keep_tokens)
-        return await self._serve(Status.REPREFILL, edits=edits, logged_tokens=keep_tokens)
+        return await self._serve(Status.REPREFILL, edits=edits)
 
     async def _close_namespace(self, *, keep_tokens: int) -> None:
         """Leave the conversation's namespace for a new one that holds the first `keep_tokens` of the prompt.
@@ -305,22 +297,16 @@ class Turn:
         num_directives: int = 0,
         kept_tokens: int = 0,
         edits: tuple[Edit, ...] = (),
-        logged_tokens: int = 0,
         look: CacheReply | None = None,
     ) -> Served:
         """Choose the namespace with the longer match, the conversation's on a tie, and state the outcome.
 
-        `edits` are all that act on the prompt's first `logged_tokens`. `look` is what is cached now, if it is known.
+        `edits` are the turn's log; `look` is what is cached now, where the caller knows it.
         """
         in_own = self.conversation.has_namespace
         if in_own:
             look = look or await self.look()
             in_own = look.new_own >= look.new_shared
-            # A branch, a retry or a lost answer left rows further right, and what acts on them is in another log.
-            self.conversation.has_unlogged_edits |= in_own and look.new_own > logged_tokens
-        if len(edits) > _MAX_EDITS:
-            self.conversation.has_unlogged_edits = True
-            edits = edits[-_MAX_EDITS:]
         outcome = Outcome(
             status=status,
             reason=reason,
@@ -333,7 +319,7 @@ class Turn:
             prefilled_tokens=self._prefilled,
             ms=round((time.perf_counter() - self._started) * 1e3, 3),
         )
-        return Served(outcome, self._salt(in_own), self.conversation.nonce, edits, in_own)
+        return Served(outcome, self._salt(in_own), self.conversation.nonce, edits[-_MAX_EDITS:], in_own)
 
 
 def _shown(directives: list[Directive], steps: list[SpliceStep], first_forget: int | None) -> list[DirectiveOutcome]:
