@@ -71,7 +71,9 @@ class Workbench:
         return tools[tool](**arguments)
 
     def _process(self, *command: str) -> str:
-        environment = os.environ | {
+        # Nothing else of ours: pytest, for one, prints other summaries where it sees `CI`.
+        environment = {
+            "PATH": os.environ.get("PATH", os.defpath),
             "COLUMNS": "100",
             "LC_ALL": "C.UTF-8",
             "NO_COLOR": "1",
