@@ -69,8 +69,9 @@ class Live:
         }
         if note is not None:
             params["custom_params"] = {"leyline": note if isinstance(note, str) else json.dumps(note)}
-        response = self.http.post("/generate", json={"input_ids": ids, "sampling_params": params, **body})
-        return self.answer(response)
+        answer = self.answer(self.http.post("/generate", json={"input_ids": ids, "sampling_params": params, **body}))
+        self.assert_balanced()
+        return answer
 
     def answer(self, response: httpx.Response) -> Answer:
         body = response.json()
@@ -107,6 +108,16 @@ class Live:
 
     def cached(self, ids: list[int], **namespace: Any) -> int:
         return len(self.rows(ids, **namespace)["slots"])
+
+    def assert_balanced(self) -> None:
+        """After any call: every slot is free, evictable or protected, unless other requests hold some right now."""
+        for _ in range(100):
+            counts = self.counts()
+            if counts["running"] or counts["available"] + counts["evictable"] + counts["protected"] == counts["size"]:
+                return
+            # Between two states of a batch a request's slots are in none of the three.
+            time.sleep(0.02)
+        raise AssertionError(f"slots are lost: {counts}")
 
     def assert_conserved(self) -> None:
         """Every slot is free, evictable or protected, and nothing is protected once all requests have ended."""
