@@ -98,6 +98,7 @@ def serve(
     plugin: bool = True,
     env: Mapping[str, str] | None = None,
     extra_args: Sequence[str] = (),
+    api_key: str | None = None,
     log_path: Path | None = None,
     ready_timeout_s: float = 180,
 ) -> Iterator[RunningServer]:
@@ -111,6 +112,7 @@ def serve(
         plugin: False leaves out all SGLang plugins but the CPU's own: the server as published.
         env: variables on top of this process's and ours.
         extra_args: more of `sglang.launch_server`'s arguments; they win over ours.
+        api_key: what the server asks of its clients; by default nothing.
         log_path: where the server's output goes; by default a temporary file, removed if all goes well.
         ready_timeout_s: how long the server may take until it answers.
 
@@ -126,7 +128,7 @@ def serve(
         log_path = Path(name)
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            _command(model_dir, port, extra_args),
+            _command(model_dir, port, [*extra_args, *(("--api-key", api_key) if api_key else ())]),
             env=_environment(plugin, env or {}),
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -134,7 +136,7 @@ def serve(
             start_new_session=True,
         )
     try:
-        _wait_until_ready(process, url, log_path, ready_timeout_s)
+        _wait_until_ready(process, url, log_path, ready_timeout_s, api_key)
         yield RunningServer(url, process.pid, log_path, process)
     finally:
         _stop(process)
@@ -177,11 +179,14 @@ def free_port() -> int:
         return port
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log_path: Path, timeout_s: float) -> None:
+def _wait_until_ready(
+    process: subprocess.Popen[bytes], url: str, log_path: Path, timeout_s: float, api_key: str | None
+) -> None:
     """Return once the server has generated its first tokens, and leave its cache empty."""
     deadline = time.monotonic() + timeout_s
     # Without the environment's proxies: this is loopback.
-    with httpx.Client(base_url=url, timeout=timeout_s, trust_env=False) as http:
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else None
+    with httpx.Client(base_url=url, timeout=timeout_s, trust_env=False, headers=headers) as http:
         while True:
             if process.poll() is not None:
                 raise ServerFailedError(

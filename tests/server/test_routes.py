@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+
+from evals.serving import serve
+from leyline_agent.cli import main
 
 from .live import Live, new_conversation, note
 
@@ -39,6 +44,17 @@ def test_a_splice_outside_of_a_request_serves_the_next_one(live: Live) -> None:
     # The conversation is served from there; nobody else is.
     assert live.generate([*edited, 50], note(conversation, "1")).cached_tokens == len(edited)
     assert live.generate([*edited, 50], note(new_conversation(), "1")).cached_tokens == 22
+
+
+def test_the_servers_key_covers_our_routes(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serve(model_dir, api_key="secret") as server:
+        for method, route in (("GET", "/leyline/capabilities"), ("POST", "/leyline/splice")):
+            for key, status in (("", 401), ("wrong", 401), ("secret", 200 if method == "GET" else 400)):
+                headers = {"authorization": f"Bearer {key}"} if key else {}
+                assert httpx.request(method, server.url + route, headers=headers, timeout=30).status_code == status
+        assert main(["health", server.url, "--api-key", "secret"]) == 0
+        assert main(["health", server.url]) == 1
+    assert "401" in capsys.readouterr().err
 
 
 BAD_BODIES: dict[str, tuple[Any, int, str]] = {
