@@ -13,6 +13,7 @@ from leyline_agent.errors import PlanError
 _MAX_GROWTH = 16
 """By how many tokens a stub may be longer than what it stands for before the alignment is looked at again."""
 _GRAM_TOKENS = 16
+_MAX_GRAMS = 4096
 _TOKEN_BYTES = 4
 _TAIL_TOKENS = 32
 """What may differ at the end of a base without meaning anything: a few generated tokens, a template's own words."""
@@ -96,12 +97,13 @@ def _keeps(runs: list[Run], old_at: int, new_at: int) -> bool:
 def _unique_grams(old_ids: Sequence[int], new_ids: Sequence[int], same: int) -> list[tuple[int, int]]:
     """Return old and new positions behind the first `same` of grams that occur once in each.
 
-    Only grams at every other old position are looked at: a token that two texts do not share makes as many grams
-    unique as a gram has tokens.
+    Only grams at every other old position are looked at, or fewer in a long text: a token that two texts do not share
+    makes as many grams unique as a gram has tokens.
     """
     old, new = array("I", old_ids[same:]).tobytes(), array("I", new_ids[same:]).tobytes()
     size = _GRAM_TOKENS * _TOKEN_BYTES
-    num_old = dict.fromkeys((old[at : at + size] for at in range(0, len(old) - size + 1, size // 8)), 0)
+    step = _TOKEN_BYTES * max(2, len(old) // (_TOKEN_BYTES * _MAX_GRAMS))
+    num_old = dict.fromkeys((old[at : at + size] for at in range(0, len(old) - size + 1, step)), 0)
     new_places: dict[bytes, list[int]] = {gram: [] for gram in num_old}
     old_places: dict[bytes, int] = {}
     for at in range(0, len(old) - size + 1, _TOKEN_BYTES):
