@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from importlib.metadata import version
 from itertools import pairwise
 from typing import Any
 
@@ -124,6 +125,8 @@ def measure(url: str, *, prompt_tokens: int, stream_tokens: int, repeats: int) -
             "spliced": spliced if arm == "splice" else 0,
             "machine": platform.processor() or platform.machine(),
             "python": platform.python_version(),
+            "sglang": version("sglang"),
+            "torch": version("torch"),
         }
         for arm in ARMS
     ]

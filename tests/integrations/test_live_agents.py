@@ -237,7 +237,7 @@ def test_both_plans_give_the_same_rows(cpu_server: RunningServer) -> None:
         with closing(ServerTokenizer(cpu_server.url)) as tokenizer, Client(cpu_server.url, timeout=120) as client:
             conversation = Conversation(POLICY, plan=plan, tokenizer=tokenizer)
             replies = _chat_turns(client, conversation, "plans")
-        prompt = _prompt_ids(cpu_server, conversation, replies)
+        prompt = _prompt_ids(cpu_server, conversation)
         rows = httpx.post(
             cpu_server.url + "/probe", json={"ids": prompt, "conversation": conversation.id}, timeout=120
         ).json()
@@ -250,7 +250,7 @@ def test_both_plans_give_the_same_rows(cpu_server: RunningServer) -> None:
     assert seen[0] == seen[1]
 
 
-def _prompt_ids(server: RunningServer, conversation: Conversation, replies: list[Any]) -> list[int]:
+def _prompt_ids(server: RunningServer, conversation: Conversation) -> list[int]:
     """Ids of the last turn's prompt, from the server's own memory of it."""
     body = {"conversation": conversation.id, "last_prompt": True}
     ids: list[int] = httpx.post(server.url + "/probe", json=body, timeout=60).json()["ids"]

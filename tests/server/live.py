@@ -38,7 +38,6 @@ class Live:
     def __init__(self, url: str) -> None:
         self.url = url
         self.http = httpx.Client(base_url=url, timeout=300)
-        self.vocab_size = self.http.get("/get_model_info").json().get("vocab_size") or 2048
 
     def __enter__(self) -> Live:
         return self
