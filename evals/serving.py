@@ -99,6 +99,7 @@ def serve(
     env: Mapping[str, str] | None = None,
     extra_args: Sequence[str] = (),
     api_key: str | None = None,
+    admin_api_key: str | None = None,
     log_path: Path | None = None,
     ready_timeout_s: float = 180,
 ) -> Iterator[RunningServer]:
@@ -113,6 +114,7 @@ def serve(
         env: variables on top of this process's and ours.
         extra_args: more of `sglang.launch_server`'s arguments; they win over ours.
         api_key: what the server asks of its clients; by default nothing.
+        admin_api_key: what it asks of its operators.
         log_path: where the server's output goes; by default a temporary file, removed if all goes well.
         ready_timeout_s: how long the server may take until it answers.
 
@@ -128,7 +130,7 @@ def serve(
         log_path = Path(name)
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            _command(model_dir, port, [*extra_args, *(("--api-key", api_key) if api_key else ())]),
+            _command(model_dir, port, [*extra_args, *_key_args(api_key, admin_api_key)]),
             env=_environment(plugin, env or {}),
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -136,7 +138,7 @@ def serve(
             start_new_session=True,
         )
     try:
-        _wait_until_ready(process, url, log_path, ready_timeout_s, api_key)
+        _wait_until_ready(process, url, log_path, ready_timeout_s, admin_api_key or api_key)
         yield RunningServer(url, process.pid, log_path, process)
     finally:
         _stop(process)
@@ -161,6 +163,11 @@ def _command(model_dir: Path, port: int, extra_args: Sequence[str]) -> list[str]
     flags = ["--enable-cache-report", "--enable-metrics", "--sleep-on-idle"]
     pairs = [part for option in options.items() for part in option]
     return [sys.executable, "-c", _LAUNCH, str(os.getpid()), *pairs, *flags, *extra_args]
+
+
+def _key_args(api_key: str | None, admin_api_key: str | None) -> list[str]:
+    keys = {"--api-key": api_key, "--admin-api-key": admin_api_key}
+    return [part for option, key in keys.items() if key for part in (option, key)]
 
 
 def _environment(plugin: bool, env: Mapping[str, str]) -> dict[str, str]:

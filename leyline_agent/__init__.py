@@ -10,7 +10,17 @@ if TYPE_CHECKING:
     from leyline_agent.client import AsyncClient, ChatStream, Client
     from leyline_agent.conversation import Conversation, PreparedTurn
     from leyline_agent.conversation_pool import ConversationPool
-    from leyline_agent.core.protocol import Mode, Outcome, Reason, SpliceReply, SpliceRequest, Status
+    from leyline_agent.core.protocol import (
+        ConversationState,
+        Mode,
+        Outcome,
+        Purge,
+        Reason,
+        ReleaseReply,
+        SpliceReply,
+        SpliceRequest,
+        Status,
+    )
     from leyline_agent.errors import (
         LeylineError,
         PlanError,
@@ -30,6 +40,7 @@ __all__ = [
     "Client",
     "Conversation",
     "ConversationPool",
+    "ConversationState",
     "LeylineError",
     "Mode",
     "Outcome",
@@ -37,7 +48,9 @@ __all__ = [
     "Policy",
     "PolicyError",
     "PreparedTurn",
+    "Purge",
     "Reason",
+    "ReleaseReply",
     "SpliceRejectedError",
     "SpliceReply",
     "SpliceRequest",
@@ -54,7 +67,17 @@ _MODULES = {
     "client": ("AsyncClient", "ChatStream", "Client"),
     "conversation": ("Conversation", "PreparedTurn"),
     "conversation_pool": ("ConversationPool",),
-    "core.protocol": ("Mode", "Outcome", "Reason", "SpliceReply", "SpliceRequest", "Status"),
+    "core.protocol": (
+        "ConversationState",
+        "Mode",
+        "Outcome",
+        "Purge",
+        "Reason",
+        "ReleaseReply",
+        "SpliceReply",
+        "SpliceRequest",
+        "Status",
+    ),
     "errors": (
         "LeylineError",
         "PlanError",

@@ -1,4 +1,4 @@
-"""The command `leyline`: check and preview policies, and ask a server whether it can splice.
+"""The command `leyline`: check and preview policies, ask a server what it can do and what it has of a conversation.
 
 Results go to stdout, complaints to stderr. Exit codes: 0 good, 1 not good, 2 wrong usage or no answer.
 """
@@ -9,17 +9,23 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from leyline_agent.core.edits import Edit
 from leyline_agent.core.messages import Message, messages_from_openai
-from leyline_agent.errors import LeylineError, PolicyError
+from leyline_agent.errors import LeylineError, PolicyError, SpliceTransportError
 from leyline_agent.policy import explain_policy, load_policy, policy_edits
 from leyline_agent.policy.turns import num_chars
 
+if TYPE_CHECKING:
+    from leyline_agent.client import Client
+
 _API_KEY_VARIABLE = "LEYLINE_API_KEY"
+_CONVERSATION_VARIABLE = "LEYLINE_CONVERSATION"
+_CACHE_SALT_VARIABLE = "LEYLINE_CACHE_SALT"
 
 
 class _UnusableError(Exception):
@@ -61,15 +67,33 @@ def _parser() -> argparse.ArgumentParser:
     plan.set_defaults(run=_plan)
 
     health = commands.add_parser("health", help="ask a server whether it runs the plugin; 1 if not, 2 if unreachable")
-    health.add_argument("url", metavar="URL", help="where the server listens, such as http://127.0.0.1:30000")
-    health.add_argument(
+    _add_server(health)
+    health.set_defaults(run=_health)
+
+    conversation = commands.add_parser("conversation", help="show what a server has of a conversation")
+    release = commands.add_parser("release", help="free what a server has of a conversation")
+    release.add_argument("--scrub", action="store_true", help="also zero every row that nothing refers to")
+    for command, run in ((conversation, _conversation), (release, _release)):
+        # Anybody on the machine can read a command line, so the secrets are not on it.
+        command.description = (
+            f"The conversation's id is read from {_CONVERSATION_VARIABLE} or from stdin, the cache_salt of its "
+            f"requests, if they have one, from {_CACHE_SALT_VARIABLE}."
+        )
+        _add_server(command)
+        command.add_argument("--extra-key", default=None, help="that of the conversation's requests, if they have one")
+        command.add_argument("--json", action="store_true", help="print the server's answer as JSON")
+        command.set_defaults(run=run)
+    return parser
+
+
+def _add_server(command: argparse.ArgumentParser) -> None:
+    command.add_argument("url", metavar="URL", help="where the server listens, such as http://127.0.0.1:30000")
+    command.add_argument(
         "--api-key",
         default=None,
         help=f"the server's key; better set {_API_KEY_VARIABLE}, which `ps` does not show",
     )
-    health.add_argument("--timeout", type=float, default=10.0, metavar="S", help="seconds to wait (default: 10)")
-    health.set_defaults(run=_health)
-    return parser
+    command.add_argument("--timeout", type=float, default=10.0, metavar="S", help="seconds to wait (default: 10)")
 
 
 def _validate(args: argparse.Namespace) -> int:
@@ -191,6 +215,64 @@ def _health(args: argparse.Namespace) -> int:
     if capabilities.get("supported") is not True:
         raise LeylineError(f"{url}: the plugin is there and cannot splice on this server; see 'unsupported' above")
     return 0
+
+
+def _conversation(args: argparse.Namespace) -> int:
+    with _client(args) as client:
+        state = client.conversation_state(_conversation_id(), **_scope(args))
+    if args.json:
+        print(state.model_dump_json(indent=2))
+        return 0
+    print(f"conversation {state.conversation_hash}: {state.own_tokens} tokens in a namespace of its own")
+    for turn in state.turns:
+        namespace = "own" if turn.own_namespace else "shared"
+        print(
+            f"{turn.turn:<24.24}  {turn.prompt_tokens} + {turn.output_tokens} tokens  "
+            f"{turn.cached_tokens} cached ({namespace})  {len(turn.edits)} edits"
+        )
+        for edit in turn.edits:
+            print(f"  {edit.edit_id} at {edit.position}: {edit.removed_tokens} -> {edit.replacement_tokens} tokens")
+    return 0
+
+
+def _release(args: argparse.Namespace) -> int:
+    with _client(args) as client:
+        reply = client.release(_conversation_id(), scrub=args.scrub, **_scope(args))
+    if args.json:
+        print(reply.model_dump_json(indent=2))
+        return 0
+    purge = reply.purge
+    print(
+        f"conversation {reply.conversation_hash}: {purge.dropped_tokens} tokens dropped, {purge.held_tokens} held by "
+        f"running requests, {purge.scrubbed_tokens} scrubbed"
+    )
+    return 0
+
+
+@contextmanager
+def _client(args: argparse.Namespace) -> Iterator[Client]:
+    # Imported here as in `_health`.
+    from httpx import InvalidURL
+
+    from leyline_agent.client import Client
+
+    api_key = args.api_key or os.environ.get(_API_KEY_VARIABLE)
+    try:
+        with Client(args.url, api_key=api_key, timeout=args.timeout) as client:
+            yield client
+    except (SpliceTransportError, InvalidURL, ValueError) as error:
+        raise _UnusableError(str(error)) from error
+
+
+def _conversation_id() -> str:
+    conversation_id = os.environ.get(_CONVERSATION_VARIABLE) or sys.stdin.readline().strip()
+    if not conversation_id:
+        raise _UnusableError(f"no conversation's id in {_CONVERSATION_VARIABLE} or on stdin")
+    return conversation_id
+
+
+def _scope(args: argparse.Namespace) -> dict[str, str | None]:
+    return {"extra_key": args.extra_key, "cache_salt": os.environ.get(_CACHE_SALT_VARIABLE)}
 
 
 if __name__ == "__main__":

@@ -7,18 +7,28 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextma
 from typing import Any
 
 import httpx
-from pydantic import ValidationError
 
 from leyline_agent.answers import ChatReply, StreamedAnswer, read_reply
 from leyline_agent.conversation import Conversation, PreparedTurn
-from leyline_agent.core.protocol import SpliceReply, SpliceRequest
-from leyline_agent.errors import SpliceRejectedError, SpliceTransportError, UnsupportedServerError
+from leyline_agent.core.protocol import ConversationState, ReleaseReply, SpliceReply, SpliceRequest
+from leyline_agent.errors import SpliceTransportError
+from leyline_agent.plugin_routes import (
+    CAPABILITIES,
+    CONVERSATION,
+    RELEASE,
+    SPLICE,
+    checked,
+    json_of,
+    read_capabilities,
+    read_plugin_reply,
+    release_arguments,
+    splice_arguments,
+    state_arguments,
+)
 from leyline_agent.telemetry import raise_fallback
 from leyline_agent.tokenizers import server_root
 
 _CHAT = "/v1/chat/completions"
-_SPLICE = "/leyline/splice"
-_CAPABILITIES = "/leyline/capabilities"
 
 
 class ChatStream:
@@ -95,7 +105,7 @@ class Client:
         """
         prepared = conversation.prepare(_chat_body(messages, body))
         response = self._send("POST", _CHAT, json=prepared.body, headers=prepared.headers)
-        reply = read_reply(_checked(response).headers, _json(response))
+        reply = read_reply(checked(response).headers, json_of(response))
         _commit(conversation, prepared, reply, self._strict)
         return reply
 
@@ -114,7 +124,7 @@ class Client:
                     response.read()
             except httpx.HTTPError as error:
                 raise _unreachable("POST", _CHAT, error) from error
-            yield ChatStream(_checked(response), conversation, prepared, self._strict)
+            yield ChatStream(checked(response), conversation, prepared, self._strict)
 
     def splice(self, request: SpliceRequest) -> SpliceReply:
         """Carry out explicit directives outside of a turn.
@@ -124,7 +134,50 @@ class Client:
             UnsupportedServerError: the server has no such route.
             SpliceTransportError: no readable answer came.
         """
-        return _splice_reply(self._send("POST", _SPLICE, json=request.model_dump(mode="json", exclude_defaults=True)))
+        return read_plugin_reply(SpliceReply, self._send("POST", SPLICE, **splice_arguments(request)))
+
+    def release(
+        self,
+        conversation: Conversation | str,
+        *,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        scrub: bool = False,
+    ) -> ReleaseReply:
+        """Free the namespace that a conversation has on the server, and have its turns forgotten there.
+
+        The conversation may go on; its next turn is prefilled as a first one is. This is no forget: what it has in the
+        caller's own namespace stays cached there.
+
+        Args:
+            conversation: it, or its id.
+            extra_key: that of its chat requests, if they have one.
+            cache_salt: likewise.
+            scrub: also zero every row of the server's pool that nothing refers to.
+
+        Raises:
+            SpliceRejectedError: the server refused; the reason is `unknown_conversation` where it has no such one.
+            UnsupportedServerError: the server has no such route.
+            SpliceTransportError: no readable answer came.
+        """
+        request = release_arguments(conversation, extra_key=extra_key, cache_salt=cache_salt, scrub=scrub)
+        reply = read_plugin_reply(ReleaseReply, self._send("POST", RELEASE, **request))
+        _released(conversation)
+        return reply
+
+    def conversation_state(
+        self, conversation: Conversation | str, *, extra_key: str | None = None, cache_salt: str | None = None
+    ) -> ConversationState:
+        """Return what the server remembers of a conversation, and how much of it is cached. Arguments as `release`.
+
+        Raises:
+            ValueError: `extra_key` or `cache_salt` cannot stand in a header.
+            SpliceRejectedError: the server refused; the reason is `unknown_conversation` where it has no such one.
+            UnsupportedServerError: the server has no such route.
+            SpliceTransportError: no readable answer came.
+        """
+        request = state_arguments(conversation, extra_key=extra_key, cache_salt=cache_salt)
+        return read_plugin_reply(ConversationState, self._send("GET", CONVERSATION, **request))
 
     def capabilities(self) -> dict[str, Any]:
         """Return what the server's plugin says it can do.
@@ -133,7 +186,7 @@ class Client:
             UnsupportedServerError: the server has no such route.
             SpliceTransportError: no readable answer came.
         """
-        return _capabilities(self._send("GET", _CAPABILITIES))
+        return read_capabilities(self._send("GET", CAPABILITIES))
 
     def close(self) -> None:
         """Close the connections."""
@@ -173,7 +226,7 @@ class AsyncClient:
         """As `Client.chat`."""
         prepared = await conversation.prepare_async(_chat_body(messages, body))
         response = await self._send("POST", _CHAT, json=prepared.body, headers=prepared.headers)
-        reply = read_reply(_checked(response).headers, _json(response))
+        reply = read_reply(checked(response).headers, json_of(response))
         _commit(conversation, prepared, reply, self._strict)
         return reply
 
@@ -191,16 +244,36 @@ class AsyncClient:
                     await response.aread()
             except httpx.HTTPError as error:
                 raise _unreachable("POST", _CHAT, error) from error
-            yield ChatStream(_checked(response), conversation, prepared, self._strict)
+            yield ChatStream(checked(response), conversation, prepared, self._strict)
 
     async def splice(self, request: SpliceRequest) -> SpliceReply:
         """As `Client.splice`."""
-        body = request.model_dump(mode="json", exclude_defaults=True)
-        return _splice_reply(await self._send("POST", _SPLICE, json=body))
+        return read_plugin_reply(SpliceReply, await self._send("POST", SPLICE, **splice_arguments(request)))
+
+    async def release(
+        self,
+        conversation: Conversation | str,
+        *,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        scrub: bool = False,
+    ) -> ReleaseReply:
+        """As `Client.release`."""
+        request = release_arguments(conversation, extra_key=extra_key, cache_salt=cache_salt, scrub=scrub)
+        reply = read_plugin_reply(ReleaseReply, await self._send("POST", RELEASE, **request))
+        _released(conversation)
+        return reply
+
+    async def conversation_state(
+        self, conversation: Conversation | str, *, extra_key: str | None = None, cache_salt: str | None = None
+    ) -> ConversationState:
+        """As `Client.conversation_state`."""
+        request = state_arguments(conversation, extra_key=extra_key, cache_salt=cache_salt)
+        return read_plugin_reply(ConversationState, await self._send("GET", CONVERSATION, **request))
 
     async def capabilities(self) -> dict[str, Any]:
         """As `Client.capabilities`."""
-        return _capabilities(await self._send("GET", _CAPABILITIES))
+        return read_capabilities(await self._send("GET", CAPABILITIES))
 
     async def close(self) -> None:
         """Close the connections."""
@@ -231,58 +304,14 @@ def _commit(conversation: Conversation, prepared: PreparedTurn, reply: ChatReply
         raise_fallback(reply.outcome)
 
 
+def _released(conversation: Conversation | str) -> None:
+    if isinstance(conversation, Conversation):
+        conversation.released()
+
+
 def _auth(api_key: str | None) -> dict[str, str]:
     return {"authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 def _unreachable(method: str, path: str, error: httpx.HTTPError) -> SpliceTransportError:
     return SpliceTransportError(f"{method} {path} got no answer: {type(error).__name__}: {error}")
-
-
-def _checked(response: httpx.Response) -> httpx.Response:
-    try:
-        return response.raise_for_status()
-    except httpx.HTTPStatusError as error:
-        raise SpliceTransportError(
-            f"{response.request.method} {response.request.url.path} answered {response.status_code}: "
-            f"{response.text:.500}"
-        ) from error
-
-
-def _json(response: httpx.Response) -> Any:
-    try:
-        return response.json()
-    except ValueError as error:
-        raise SpliceTransportError(
-            f"{response.request.url.path} answered {response.text!r:.200}, expected JSON"
-        ) from error
-
-
-def _splice_reply(response: httpx.Response) -> SpliceReply:
-    _require_route(response)
-    if response.is_client_error:
-        refusal = _json(response)
-        if isinstance(refusal, dict) and isinstance(refusal.get("reason"), str):
-            raise SpliceRejectedError(
-                f"the server refused the splice ({refusal['reason']}): {refusal.get('message')}",
-                reason=refusal["reason"],
-            )
-    try:
-        return SpliceReply.model_validate(_json(_checked(response)))
-    except ValidationError as error:
-        raise SpliceTransportError(f"{_SPLICE} answered {response.text!r:.200}: {error}") from error
-
-
-def _capabilities(response: httpx.Response) -> dict[str, Any]:
-    _require_route(response)
-    capabilities = _json(_checked(response))
-    if not isinstance(capabilities, dict):
-        raise SpliceTransportError(f"{_CAPABILITIES} answered {capabilities!r:.200}, expected an object")
-    return capabilities
-
-
-def _require_route(response: httpx.Response) -> None:
-    if response.status_code == httpx.codes.NOT_FOUND:
-        raise UnsupportedServerError(
-            f"{response.request.url.path} is not found: the server runs no Leyline plugin, or a gateway hides the route"
-        )

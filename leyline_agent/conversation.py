@@ -14,11 +14,12 @@ import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any, Literal
 
 from leyline_agent.client_plan import RenderedFrom, plan_on_client
+from leyline_agent.core.conversation_id import check_conversation_id
 from leyline_agent.core.edits import Edit, apply_edits
 from leyline_agent.core.messages import Message, messages_from_openai
 from leyline_agent.core.protocol import NOTE_KEY, ROUTING_HEADER, Mode, Note, Outcome
@@ -71,6 +72,10 @@ class PreparedTurn:
     prompt: PromptDigest
     amortized: frozenset[str]
     """Digests of the messages whose edits this note lets the server amortize."""
+    purged: frozenset[str]
+    """Digests of the messages of which this note has the server leave nothing cached."""
+    period: int
+    """How often the conversation had been released before."""
 
 
 class Conversation:
@@ -80,12 +85,17 @@ class Conversation:
         policy: a `Policy`, the name of one that comes along, or the path of one. A policy without rules sends no
             note, and the request is the same as without us. None means that only `edit` makes edits.
         conversation_id: a bearer secret of 128 random bits or more; by default a new one.
+            `core/conversation_id.py` says what is refused as guessable.
         plan: "server" leaves the diff to the server; "client" makes explicit directives with `tokenizer`.
         tokenizer: for `plan="client"`.
         unexplained_changes: what to do about a change of the history that is no edit of ours, such as a corrected
             fact. "reprefill" prefills again from there on; "amortize" keeps the KV that still reflects the old text.
         gate: "auto" lets the server prefill again where that is cheaper.
+        scrub: with whatever is forgotten, zero every row of the server's pool that nothing refers to.
         resumed: the server may remember turns of this id that this object does not know.
+
+    Raises:
+        ValueError: the id is too short or guessable, or an option is wrong.
     """
 
     def __init__(
@@ -97,13 +107,14 @@ class Conversation:
         tokenizer: Tokenizer | None = None,
         unexplained_changes: Literal["reprefill", "amortize"] = "reprefill",
         gate: Literal["auto", "off"] = "auto",
+        scrub: bool = False,
         resumed: bool = False,
     ) -> None:
         if plan == "client" and tokenizer is None:
             raise ValueError("plan='client' makes directives out of token ids: give a tokenizer, see tokenizers.py")
         if unexplained_changes not in ("reprefill", "amortize"):
             raise ValueError(f"unexplained_changes: got {unexplained_changes!r}, expected 'reprefill' or 'amortize'")
-        self.id = conversation_id or secrets.token_urlsafe(24)
+        self.id = secrets.token_urlsafe(24) if conversation_id is None else check_conversation_id(conversation_id)
         self.policy = policy if policy is None or isinstance(policy, Policy) else load_policy(policy)
         self.telemetry = Telemetry()
         self.last_outcome: Outcome | None = None
@@ -113,11 +124,13 @@ class Conversation:
         self._tokenizer = tokenizer if plan == "client" else None
         self._unexplained_changes = unexplained_changes
         self._gate: Literal["auto", "off"] = gate
+        self._scrub = scrub
         self._resumed = resumed
         self._noting = self.policy is None or bool(self.policy.rules)
         self._lock = threading.Lock()
         self._base: AnsweredTurn | None = None
         self._base_rendered: RenderedFrom | None = None
+        self._period = 0
         self._seen: list[Message] = []
         self._manual: dict[MessageKey, ManualEdit] = {}
         self._ledger = EditLedger(resumed=resumed)
@@ -141,7 +154,7 @@ class Conversation:
     @property
     def routing_key(self) -> str:
         """A hash of the id, by which a gateway keeps the conversation on one worker."""
-        return hashlib.sha256(b"leyline-route:" + self.id.encode()).hexdigest()[:32]
+        return routing_key(self.id)
 
     def edit(
         self,
@@ -156,7 +169,7 @@ class Conversation:
         Args:
             message: the message, or its index in the list that the last request was made from.
             replacement: a text, a message, or None to drop it; a call and its results go together.
-            mode: "amortize" keeps the KV that saw the message; "forget" prefills again.
+            mode: "amortize" keeps the KV that saw the message; "forget" drops it from the cache and prefills again.
             occurrence: which one, where equal messages stand in the list; 0 is the first.
 
         Raises:
@@ -198,7 +211,7 @@ class Conversation:
         with self._lock:
             wanted = dict(self._manual)
             self._seen = messages
-            base, rendered, noting = self._base, self._base_rendered, self._noting
+            base, rendered, noting, period = self._base, self._base_rendered, self._noting, self._period
         edits = merge_edits(
             messages, manual_edits(messages, wanted), policy_edits(self.policy, messages) if self.policy else []
         )
@@ -207,10 +220,14 @@ class Conversation:
         prompt = digest_prompt(messages, edits, body)
         turn = secrets.token_urlsafe(12)
         if not noting:
-            return PreparedTurn(turn, new_body, {}, tuple(sent), tuple(edits), None, (), prompt, frozenset())
+            return PreparedTurn(
+                turn, new_body, {}, tuple(sent), tuple(edits), None, (), prompt, frozenset(), frozenset(), period
+            )
         known = base if base is not None and base.noted else None
         comparison = compare(known, prompt, messages) if known else None
-        note = self._note(turn, known, comparison, prompt)
+        shown = {message.original for message in prompt.messages if not message.forgets}
+        forgotten = frozenset(message.original for message in prompt.messages if message.forgets) - shown
+        note, purged = self._note(turn, known, comparison, forgotten)
         if self._tokenizer is not None and known and rendered and note.mode == "amortize":
             # Without a plan, or a server that tokenizes, the note leaves the diff to the server.
             with suppress(PlanError, SpliceTransportError):
@@ -220,7 +237,7 @@ class Conversation:
                 )
         amortized = comparison.edited if comparison and note.mode == "amortize" else frozenset()
         with self._lock:
-            self._ledger.send(turn, amortized)
+            self._ledger.send(turn, amortized=amortized, shown=shown, purged=purged)
         new_body["custom_params"] = {**(body.get("custom_params") or {}), NOTE_KEY: note_json(note)}
         return PreparedTurn(
             turn=turn,
@@ -232,6 +249,8 @@ class Conversation:
             unexplained=comparison.unexplained if comparison else (),
             prompt=prompt,
             amortized=amortized,
+            purged=purged,
+            period=period,
         )
 
     async def prepare_async(self, body: Mapping[str, Any]) -> PreparedTurn:
@@ -261,46 +280,78 @@ class Conversation:
         message = Message.from_openai(answer)
         noted = prepared.note is not None
         with self._lock:
-            self._base = AnsweredTurn(prepared.turn, noted, prepared.prompt, AnswerDigest.of(message))
+            # A turn that began before a release is known to the server no more.
+            known = noted and prepared.period == self._period
+            self._base = AnsweredTurn(prepared.turn, known, prepared.prompt, AnswerDigest.of(message))
             if self._tokenizer is not None:
                 num_ids = usage.prompt_tokens + usage.completion_tokens if usage else None
                 self._base_rendered = RenderedFrom(prepared.body, message.to_openai(), num_ids)
             self.last_answer, self.last_outcome = message.to_openai(), outcome
-            self._ledger.settle(prepared.turn, prepared.amortized, _asked(prepared.note), outcome)
+            self._ledger.settle(
+                prepared.turn,
+                amortized=prepared.amortized,
+                purged=prepared.purged,
+                asked=_asked(prepared.note),
+                outcome=outcome,
+            )
             new_reason = self.telemetry.record(usage, outcome, expects_outcome=noted and expects_outcome)
         if new_reason is not None:
             warn_fallback(new_reason, outcome)
+
+    def released(self) -> None:
+        """Take note that the server has forgotten the turns of this conversation: the next one names no base.
+
+        `Client.release` calls it. The edits, the policy and the telemetry stay as they are.
+        """
+        with self._lock:
+            self._period += 1
+            if self._base is not None:
+                self._base = replace(self._base, noted=False)
+            self._ledger.forget_ids()
 
     def is_continued_by(self, messages: Sequence[Message]) -> bool:
         """Tell whether a message list goes on from the last answered turn: its messages, its answer, then more."""
         base = self._base
         return base is not None and goes_on(base, messages)
 
-    def _note(self, turn: str, base: AnsweredTurn | None, comparison: Comparison | None, prompt: PromptDigest) -> Note:
-        mode: Literal["amortize", "reprefill"] = "amortize"
-        to_forget: set[str] = set()
+    def _note(
+        self, turn: str, base: AnsweredTurn | None, comparison: Comparison | None, forgotten: frozenset[str]
+    ) -> tuple[Note, frozenset[str]]:
+        """Return the note, and the messages of which it has the server leave nothing cached.
+
+        `forgotten` are the messages that stand in the prompt only as edits that forget them.
+        """
+        mode: Literal["amortize", "reprefill", "forget"] = "amortize"
+        newly: frozenset[str] = frozenset()
+        lost: frozenset[str] = frozenset()
         if comparison is None:
             # Without a base nothing can be spliced, but what an earlier process left there may be stale.
             mode = "reprefill" if self._resumed else "amortize"
-            if self._resumed:
-                to_forget |= {message.original for message in prompt.messages if message.forgets}
         else:
-            to_forget |= comparison.newly_forgotten
+            newly = comparison.newly_forgotten
             if comparison.unexplained and self._unexplained_changes == "reprefill":
                 mode = "reprefill"
-                to_forget |= comparison.lost
+                lost = comparison.lost
         with self._lock:
-            forget = self._ledger.to_forget(to_forget)
-        if forget or (comparison and comparison.newly_forgotten):
+            purged = newly | self._ledger.to_purge(forgotten)
+            forget = self._ledger.to_forget(newly | lost)
+        if purged - newly:
+            # Sent by a turn that is not the base, so no difference from the base says where it lies.
+            forget = "all"
+        if purged:
+            mode = "forget"
+        elif forget:
             mode = "reprefill"
-        return Note(
+        note = Note(
             conversation=self.id,
             turn=turn,
             base=base.turn if base else None,
             mode=mode,
             forget=forget if forget == "all" else tuple(sorted(forget)),
+            scrub=self._scrub and bool(purged or forget),
             gate=self._gate,
         )
+        return note, purged
 
     def _find(self, message: int | Mapping[str, Any] | Message, occurrence: int) -> tuple[Message, MessageKey]:
         if isinstance(message, int):
@@ -314,6 +365,11 @@ class Conversation:
             return seen[message], message_keys(seen)[message]
         found = message if isinstance(message, Message) else Message.from_openai(message)
         return found, (found.digest(), occurrence)
+
+
+def routing_key(conversation_id: str) -> str:
+    """Return what stands for the id in the header by which a gateway keeps a conversation on one worker."""
+    return hashlib.sha256(b"leyline-route:" + conversation_id.encode()).hexdigest()[:32]
 
 
 def note_json(note: Note) -> str:

@@ -1,4 +1,7 @@
-"""Which edits took which messages away, so that a later `forget` can name them. Not locked: its owner is."""
+"""What the server may still hold of messages: in which edits they were amortized away, and which are to be purged.
+
+So a later `forget` can name the edits, and one that failed is asked for again. Not locked: its owner is.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,33 @@ _MAX_UNANSWERED = 32
 
 
 class EditLedger:
-    """Edit ids by the digest of the message that was amortized away. Holds no text."""
+    """Knows messages by their digests. Holds no text."""
 
     def __init__(self, *, resumed: bool = False) -> None:
         self._resumed = resumed
         """Whether a process before this one may have edited what this one knows nothing of."""
         self._ids: dict[str, EditIds] = {}
+        """By message: the edits that amortized it away."""
         self._unanswered: dict[str, frozenset[str]] = {}
         """By turn: messages whose edits the server may have amortized without our having got their ids."""
         self._owed: EditIds = NO_IDS
         """Edits that were to be forgotten by a turn which the server refused."""
+        self._sent: set[str] = set()
+        """Messages that went out, answered or not, in turns that did not forget them."""
+        self._unpurged: set[str] = set()
+        """Messages of which a turn was to leave nothing cached, as long as no answer says that it was done."""
 
-    def send(self, turn: str, amortized: frozenset[str]) -> None:
-        """Note that a turn goes out in which edits of these messages may be amortized."""
+    def send(self, turn: str, *, amortized: frozenset[str], shown: Iterable[str], purged: frozenset[str]) -> None:
+        """Note that a turn goes out.
+
+        Args:
+            turn: its id.
+            amortized: messages whose edits the server may amortize.
+            shown: messages that it sends, edited or not, without forgetting them.
+            purged: messages of which it is to leave nothing cached.
+        """
+        self._sent.update(shown)
+        self._unpurged |= purged
         if not amortized:
             return
         self._unanswered[turn] = amortized
@@ -45,8 +62,21 @@ class EditLedger:
             ids = _union(ids, self._ids.get(digest, NO_IDS))
         return ids
 
-    def settle(self, turn: str, amortized: frozenset[str], asked: EditIds, outcome: Outcome | None) -> None:
-        """Take what became of a turn: the edits that its note asked to forget, and those that it made.
+    def to_purge(self, forgotten: frozenset[str]) -> frozenset[str]:
+        """Return those of these messages that the server may have cached, and all whose purge is still owed."""
+        sent = forgotten if self._resumed else forgotten & self._sent
+        return sent | self._unpurged
+
+    def settle(
+        self,
+        turn: str,
+        *,
+        amortized: frozenset[str],
+        purged: frozenset[str],
+        asked: EditIds,
+        outcome: Outcome | None,
+    ) -> None:
+        """Take what became of a turn: what its note asked to forget, and the edits that it made.
 
         A turn's ids go to every message that it edited, since directives do not say which message they are of.
         """
@@ -54,17 +84,24 @@ class EditLedger:
         if outcome is None or outcome.status is Status.REFUSED:
             # Not known to be forgotten: asked for again.
             self._owed = _union(self._owed, asked)
-        elif asked == "all":
-            self._resumed = False
-            self._owed = NO_IDS
-            self._ids.clear()
-            self._unanswered.clear()
         else:
-            self._owed = _minus(self._owed, asked)
-            self._ids = {digest: left for digest, ids in self._ids.items() if (left := _minus(ids, asked))}
+            self._sent -= purged
+            self._unpurged -= purged
+            if asked == "all":
+                self._resumed = False
+                self._unanswered.clear()
+                self.forget_ids()
+            else:
+                self._owed = _minus(self._owed, asked)
+                self._ids = {digest: left for digest, ids in self._ids.items() if (left := _minus(ids, asked))}
         if new_ids := _outcome_ids(outcome):
             for digest in amortized:
                 self._ids[digest] = _union(self._ids.get(digest, NO_IDS), new_ids)
+
+    def forget_ids(self) -> None:
+        """Forget all edit ids, since the server has nothing left of these edits."""
+        self._owed = NO_IDS
+        self._ids.clear()
 
 
 def _outcome_ids(outcome: Outcome | None) -> EditIds:

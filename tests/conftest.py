@@ -28,14 +28,17 @@ def model_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def probe_env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Environment of a server that has, beside the plugin, the tests' probe (`tests/server/probe`)."""
+    """Environment of a server that has, beside the plugin, the tests' own plugins (`tests/server/probe`)."""
     folder = tmp_path_factory.mktemp("probe")
-    (folder / "leyline_probe.py").write_text((PROBE / "leyline_probe.py").read_text())
+    plugins = [path.stem for path in PROBE.glob("leyline_*.py")]
+    for name in plugins:
+        (folder / f"{name}.py").write_text((PROBE / f"{name}.py").read_text())
     # What an installed distribution has, so that SGLang finds the entry point on PYTHONPATH.
     dist = folder / "leyline_probe-0.dist-info"
     dist.mkdir()
     (dist / "METADATA").write_text("Metadata-Version: 2.1\nName: leyline-probe\nVersion: 0\n")
-    (dist / "entry_points.txt").write_text("[sglang.srt.plugins]\nleyline_probe = leyline_probe:activate\n")
+    entries = [f"{name} = {name}:activate" for name in plugins]
+    (dist / "entry_points.txt").write_text("\n".join(["[sglang.srt.plugins]", *entries, ""]))
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     return {"PYTHONPATH": path, "LEYLINE_SECRET": "the probe derives namespaces with this"}
 

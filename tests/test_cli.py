@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -154,9 +155,19 @@ def test_the_command_runs_as_a_module_and_survives_a_closed_pipe(messages_file: 
 
 class _Server(BaseHTTPRequestHandler):
     replies: ClassVar[dict[str, Any]] = {}
-    seen: ClassVar[list[tuple[str, str | None]]] = []
+    seen: ClassVar[list[Any]] = []
+    headers_seen: ClassVar[list[Any]] = []
+    bodies_seen: ClassVar[list[Any]] = []
 
     def do_GET(self) -> None:
+        self.headers_seen.append({name.lower(): value for name, value in self.headers.items()})
+        self._answer()
+
+    def do_POST(self) -> None:
+        self.bodies_seen.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self._answer()
+
+    def _answer(self) -> None:
         self.seen.append((self.path, self.headers.get("Authorization")))
         self.send_response(self.replies["status"])
         self.end_headers()
@@ -168,7 +179,8 @@ class _Server(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    _Server.seen.clear()
+    for seen in (_Server.seen, _Server.headers_seen, _Server.bodies_seen):
+        seen.clear()
     _Server.replies.update(status=200, body=b'{"supported": true, "plugin": "0.1.0"}')
     with HTTPServer(("127.0.0.1", 0), _Server) as listening:
         thread = threading.Thread(target=listening.serve_forever)
@@ -220,3 +232,103 @@ def test_health_tells_an_unreachable_server_apart(capsys: pytest.CaptureFixture[
     assert main(["health", "http://127.0.0.1:9", "--timeout", "2"]) == 2
 
     assert "no answer" in capsys.readouterr().err
+
+
+_ID = "KYc2t0XkLlV8bXwWq1mDfQ"
+_EDIT = {"edit_id": "e1", "turn": "t1", "position": 3, "removed_tokens": 9, "replacement_tokens": 2}
+_TURN = {"prompt_tokens": 50, "output_tokens": 4, "cached_tokens": 53, "edits": [_EDIT], "own_namespace": True}
+_STATE = {"conversation_hash": "0" * 32, "own_tokens": 53, "turns": [{"turn": "t2", **_TURN}]}
+_RELEASED = {"conversation_hash": "0" * 32, "purge": {"dropped_tokens": 53, "held_tokens": 2, "scrubbed_tokens": 900}}
+
+
+def test_conversation_is_shown_and_its_secrets_are_read_from_the_environment(
+    server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _Server.replies.update(body=json.dumps(_STATE).encode())
+    monkeypatch.setenv("LEYLINE_CONVERSATION", _ID)
+    monkeypatch.setenv("LEYLINE_CACHE_SALT", "salt")
+    monkeypatch.setenv("LEYLINE_API_KEY", "key")
+
+    assert main(["conversation", server, "--extra-key", "x"]) == 0
+
+    assert _Server.seen == [("/leyline/conversation", "Bearer key")]
+    headers = ("conversation", "cache-salt", "extra-key")
+    assert [_Server.headers_seen[0][f"x-leyline-{name}"] for name in headers] == [_ID, "salt", "x"]
+    assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()] == [
+        f"conversation {'0' * 32}: 53 tokens in a namespace of its own",
+        "t2 50 + 4 tokens 53 cached (own) 1 edits",
+        "e1 at 3: 9 -> 2 tokens",
+    ]
+
+
+def test_release_reads_the_id_from_stdin_and_says_what_was_freed(
+    server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _Server.replies.update(body=json.dumps(_RELEASED).encode())
+    monkeypatch.delenv("LEYLINE_CONVERSATION", raising=False)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(_ID + "\n"))
+
+    assert main(["release", server, "--scrub"]) == 0
+
+    assert _Server.bodies_seen == [{"conversation": _ID, "scrub": True}]
+    assert "53 tokens dropped, 2 held by running requests, 900 scrubbed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("command", "answer"), [("conversation", _STATE), ("release", _RELEASED)])
+def test_conversation_and_release_print_json(
+    command: str,
+    answer: dict[str, Any],
+    server: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _Server.replies.update(body=json.dumps(answer).encode())
+    monkeypatch.setenv("LEYLINE_CONVERSATION", _ID)
+
+    assert main([command, server, "--json"]) == 0
+
+    printed = json.loads(capsys.readouterr().out)
+    printed.get("purge", {}).pop("shared_tokens", None)
+    assert printed == answer
+
+
+@pytest.mark.parametrize("command", ["conversation", "release"])
+@pytest.mark.parametrize(
+    ("conversation_id", "status", "body", "code", "words"),
+    [
+        pytest.param("", 200, b"", 2, "no conversation's id in LEYLINE_CONVERSATION or on stdin", id="no id"),
+        pytest.param("me", 200, b"", 2, "too short", id="guessable"),
+        pytest.param(_ID, 404, b"{}", 1, "no Leyline plugin", id="no plugin"),
+        pytest.param(_ID, 404, b'{"reason": "unknown_conversation"}', 1, "unknown_conversation", id="unknown"),
+        pytest.param(_ID, 401, b"", 2, "answered 401", id="no key"),
+    ],
+)
+def test_conversation_and_release_fail_without_a_traceback(
+    command: str,
+    conversation_id: str,
+    status: int,
+    body: bytes,
+    code: int,
+    words: str,
+    server: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _Server.replies.update(status=status, body=body)
+    monkeypatch.setenv("LEYLINE_CONVERSATION", conversation_id)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+
+    assert main([command, server]) == code
+
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://127.0.0.1:port", "nowhere"])
+def test_release_tells_an_unreachable_server_apart(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LEYLINE_CONVERSATION", _ID)
+
+    assert main(["release", url, "--timeout", "2"]) == 2
+
+    assert capsys.readouterr().err.startswith("leyline: ")

@@ -31,7 +31,7 @@ def rotate_rows(
     """
     check_rows(rows, layout)
     turned = rows.clone()
-    _rotate_(turned, layout, cos, sin, is_neox_style)
+    _rotate_(turned[..., layout.band], layout, cos, sin, is_neox_style)
     return turned
 
 
@@ -64,11 +64,8 @@ def copy_rotate_(
         IndexError: a slot lies outside of the buffer, on a CPU. The buffer is unchanged.
     """
     check_rows(buffer, layout)
-    for name, slots in (("src_slots", src_slots), ("dst_slots", dst_slots)):
-        if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"{name}: got {slots.dtype} of shape {tuple(slots.shape)}, expected an integer vector [num_rows]"
-            )
+    _check_slots("src_slots", src_slots)
+    _check_slots("dst_slots", dst_slots)
     if src_slots.shape != dst_slots.shape:
         raise ValueError(f"got {len(src_slots)} src_slots for {len(dst_slots)} dst_slots, expected as many")
     # `index_copy_` has written some rows when it meets a bad slot. On a GPU this check would wait for the device.
@@ -77,29 +74,83 @@ def copy_rotate_(
             f"dst_slots: got {int(dst_slots.min())} to {int(dst_slots.max())}, expected slots of 0 to {len(buffer) - 1}"
         )
     rows = buffer.index_select(0, src_slots)
-    _rotate_(rows, layout, cos, sin, is_neox_style)
+    _rotate_(rows[..., layout.band], layout, cos, sin, is_neox_style)
     buffer.index_copy_(0, dst_slots.long(), rows)
 
 
-def _rotate_(rows: torch.Tensor, layout: RowLayout, cos: torch.Tensor, sin: torch.Tensor, is_neox_style: bool) -> None:
-    band = rows[..., layout.band]  # [T, H, R], a view
-    half = band.shape[-1] // 2
+def rotate_(
+    buffer: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    layout: RowLayout,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    is_neox_style: bool,
+) -> None:
+    """Turn the rows `slots` where they stand, in place in `buffer`; other columns and other slots are not touched.
+
+    Bit for bit what `copy_rotate_` gives where source and destination are the same, for the traffic of the band alone.
+
+    Args:
+        buffer: One layer of a pool, `[num_slots, *layout.row_shape]`.
+        slots: Integer vector `[num_rows]`; may be empty. None may occur twice: it is not defined how such a row turns.
+        layout: Which columns are the band.
+        cos: As in `rotate_rows`.
+        sin: As in `rotate_rows`.
+        is_neox_style: As in `rotate_rows`.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit each other. The buffer is unchanged.
+        IndexError: a slot lies outside of the buffer, on a CPU. The buffer is unchanged.
+    """
+    check_rows(buffer, layout)
+    _check_slots("slots", slots)
+    bands = buffer[..., layout.band]
+    turned = bands.index_select(0, slots)
+    _rotate_(turned, layout, cos, sin, is_neox_style)
+    bands.index_copy_(0, slots.long(), turned)
+
+
+def _check_slots(name: str, slots: torch.Tensor) -> None:
+    if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"{name}: got {slots.dtype} of shape {tuple(slots.shape)}, expected an integer vector [num_rows]"
+        )
+
+
+def _rotate_(band: torch.Tensor, layout: RowLayout, cos: torch.Tensor, sin: torch.Tensor, is_neox_style: bool) -> None:
+    """Turn `band` `[num_rows, num_heads, rope_dim]` in place.
+
+    One rounding an operation, none fused, so a key turns to the same bits wherever it lies in memory.
+    """
+    num_rows, half = band.shape[0], band.shape[-1] // 2
     for name, table in (("cos", cos), ("sin", sin)):
-        if tuple(table.shape) not in ((half,), (rows.shape[0], half)) or table.dtype != torch.float32:
+        if tuple(table.shape) not in ((half,), (num_rows, half)) or table.dtype != torch.float32:
             raise ValueError(
                 f"{name}: got {table.dtype} of shape {tuple(table.shape)}, expected float32 of shape ({half},) or "
-                f"({rows.shape[0]}, {half}) for {layout}"
+                f"({num_rows}, {half}) for {layout}"
             )
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # [1, R/2] or [T, 1, R/2]
+    # Multiplying by 1 and 0 keeps a value but not the sign of a zero, nor a neighbour's infinity out. A CPU can look
+    # first whether any pair stays, or all do; on a GPU that would wait for the device.
+    stays = None
+    if not (band.is_cpu and bool(sin.all())):
+        stays = (cos == 1) & (sin == 0)
+        if band.is_cpu and bool(stays.all()):
+            return
+    # The maths is faster on a contiguous copy, by more than the copies there and back take.
+    turned = band.contiguous()
     if is_neox_style:
-        first, second = band[..., :half], band[..., half:]
+        first, second = turned[..., :half], turned[..., half:]
     else:
-        first, second = band[..., 0::2], band[..., 1::2]
+        first, second = turned[..., 0::2], turned[..., 1::2]
     x, y = first.float(), second.float()
-    # Multiplying by 1 and 0 keeps a value but not the sign of a zero, nor a neighbour's infinity out.
-    is_identity = (cos == 1) & (sin == 0)
-    turned_x = torch.where(is_identity, x, x * cos - y * sin)
-    turned_y = torch.where(is_identity, y, x * sin + y * cos)
-    # Only now: in float32 `x` and `y` are views of the rows themselves.
+    turned_x = (x * cos).sub_(y * sin)
+    turned_y = (x * sin).add_(y * cos)
+    if stays is not None:
+        turned_x = torch.where(stays, x, turned_x)
+        turned_y = torch.where(stays, y, turned_y)
+    # Only now: in float32 `x` and `y` are views of the band itself.
     first.copy_(turned_x)
     second.copy_(turned_y)
+    band.copy_(turned)

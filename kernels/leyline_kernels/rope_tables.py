@@ -53,12 +53,9 @@ def move_table(
     delta is the difference of the two rounded angles, so the moved key stands where a fresh one would, and edits in a
     row add no angle error.
 
-    That difference is `position_delta * inv_freq` plus a rest of two roundings, so one cosine a pair and a short
-    series for the rest serve all rows: a cosine a row would take longer than the copy of the rows itself.
-
     Args:
         inv_freq: `[rope_dim / 2]` float32, from the model's own rotary embedding.
-        old_positions: Integer vector `[num_rows]`, where the stored keys were turned to; below 2**20.
+        old_positions: Integer vector `[num_rows]`, where the stored keys were turned to; below 2**24, as the new ones.
         position_delta: New minus old position.
 
     Raises:
@@ -76,11 +73,5 @@ def move_table(
     # Multiplied in float32, as the model's cache is; subtracted in float64, where the difference is exact.
     old_angles = (old_positions.to(torch.float32).unsqueeze(-1) * inv_freq).double()
     new_angles = ((old_positions + position_delta).to(torch.float32).unsqueeze(-1) * inv_freq).double()
-    delta = position_delta * inv_freq.double()  # [rope_dim / 2]
-    rest = new_angles - old_angles - delta  # [num_rows, rope_dim / 2]
-    # Two half-ulps of an angle below 2**20: |rest| <= 0.0625, where the series are cut at 1e-10.
-    square = rest * rest
-    cos_rest = 1 - square * (0.5 - square / 24)
-    sin_rest = rest * (1 - square * (1 / 6 - square / 120))
-    cos, sin = delta.cos(), delta.sin()
-    return (cos * cos_rest - sin * sin_rest).float(), (sin * cos_rest + cos * sin_rest).float()
+    angles = new_angles.sub_(old_angles)  # [num_rows, rope_dim / 2]
+    return angles.cos().float(), angles.sin().float()

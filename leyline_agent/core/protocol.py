@@ -13,12 +13,18 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictInt, model_validator
+
+from leyline_agent.core.conversation_id import check_conversation_id
 
 PROTOCOL_VERSION = 1
 NOTE_KEY = "leyline"
 """Key of the note in `custom_params`; its value is a JSON string (nested values kill an unpatched scheduler)."""
 OUTCOME_HEADER = "x-leyline"
+CONVERSATION_HEADER = "x-leyline-conversation"
+"""Request header of `GET /leyline/conversation`: the id, which must not stand in a URL."""
+EXTRA_KEY_HEADER = "x-leyline-extra-key"
+CACHE_SALT_HEADER = "x-leyline-cache-salt"
 ROUTING_HEADER = "x-smg-routing-key"
 """The request header by which SGLang's gateway keeps a conversation on one worker."""
 MAX_NOTE_BYTES = 1 << 20
@@ -44,11 +50,13 @@ class Reason(StrEnum):
 
     # The note itself.
     BAD_NOTE = "bad_note"
+    WEAK_CONVERSATION_ID = "weak_conversation_id"
     UNSUPPORTED_VERSION = "unsupported_version"
     NOTE_TOO_LARGE = "note_too_large"
     BAD_DIRECTIVES = "bad_directives"
     TOKEN_OUT_OF_VOCABULARY = "token_out_of_vocabulary"
     # What it refers to.
+    UNKNOWN_CONVERSATION = "unknown_conversation"
     UNKNOWN_BASE = "unknown_base"
     STALE_BASE = "stale_base"
     # What the server can do now.
@@ -80,8 +88,13 @@ class Status(StrEnum):
     """Nothing was carried out; `reason` tells why. The prompt was prefilled as on any server."""
 
 
+ConversationId = Annotated[str, Field(max_length=256), AfterValidator(check_conversation_id)]
+"""A bearer secret; short and guessable ones are refused."""
+
+
 class _Wire(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # Errors would quote the input otherwise, and with it the conversation's id.
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
 
 class Directive(_Wire):
@@ -108,16 +121,19 @@ class Note(_Wire):
     """What a client says about how a prompt came about; the JSON string in `custom_params["leyline"]`."""
 
     v: Literal[1] = 1
-    conversation: Annotated[str, Field(min_length=22, max_length=256)]
+    conversation: ConversationId
     """A bearer secret of 128 random bits or more (22 characters of base64url)."""
     turn: Annotated[str, Field(min_length=1, max_length=128)]
     """The client's id of this request; the same one twice is one turn."""
     base: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     """The turn that this prompt edits."""
-    mode: Literal["amortize", "reprefill"] = "amortize"
-    """`reprefill`: splice nothing this turn."""
+    mode: Literal["amortize", "reprefill", "forget"] = "amortize"
+    """`reprefill`: splice nothing this turn. `forget`: nor leave anything cached that this conversation had right of
+    the first difference from the base."""
     forget: tuple[str, ...] | Literal["all"] = ()
     """Edit ids of earlier outcomes whose influence must go, or "all"."""
+    scrub: bool = False
+    """With a forget of either kind: also zero every row of the pool that nothing refers to."""
     gate: Literal["auto", "off"] = "auto"
     """`auto`: the server may find a re-prefill cheaper."""
     directives: tuple[Directive, ...] | None = None
@@ -146,6 +162,21 @@ class DirectiveOutcome(_Wire):
     """Names the edit in a later note's `forget`; None where the directive was not carried out."""
 
 
+class Purge(_Wire):
+    """What a `forget` or a release did to the rows that the conversation had cached. In tokens, one slot each."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    dropped_tokens: int = 0
+    """Dropped from the cache; their slots are free."""
+    held_tokens: int = 0
+    """Held by running requests; they are dropped (and scrubbed, if that was asked) as soon as those end."""
+    shared_tokens: int = 0
+    """Left in the caller's own namespace because sequences of others go on from them."""
+    scrubbed_tokens: int = 0
+    """Slots that were zeroed: every one that neither the cache nor a running request refers to."""
+
+
 class Outcome(_Wire):
     """What the server did with a note. Tokens are those of this request's prompt."""
 
@@ -167,22 +198,26 @@ class Outcome(_Wire):
     """Right of it, copied to new slots and rotated to new positions instead of being prefilled."""
     prefilled_tokens: int = 0
     """What the splice itself prefilled (the R's). The response counts them as cached; subtract them."""
-    purged: bool = False
-    """Whether a `forget` has also freed or zeroed the rows it forgot."""
+    purge: Purge | None = None
+    """What a `forget` did to the cached rows; None where nothing was to be forgotten."""
     ms: float = 0.0
     """Milliseconds between the note's arrival and the hand-over of the request itself."""
+    scheduler_ms: float = 0.0
+    """Of these, what the scheduler spent on the edits, while no batch ran; not the prefill of the R's."""
 
 
 class SpliceRequest(_Wire):
     """Body of `POST /leyline/splice`: carry out explicit directives outside of a request."""
 
     v: Literal[1] = 1
-    conversation: Annotated[str, Field(min_length=22, max_length=256)]
+    conversation: ConversationId
     base_ids: Annotated[tuple[Annotated[StrictInt, Field(ge=0)], ...], Field(min_length=1)]
     """Token ids of the cached sequence to edit."""
     directives: Annotated[tuple[Directive, ...], Field(min_length=1)]
     extra_key: str | None = None
     cache_salt: str | None = None
+    scrub: bool = False
+    """With a directive that forgets: as in a note."""
 
 
 class SpliceReply(_Wire):
@@ -191,6 +226,65 @@ class SpliceReply(_Wire):
     outcome: Outcome
     token_ids: tuple[int, ...]
     """The edited sequence as far as it is cached now for the conversation."""
+
+
+class ReleaseRequest(_Wire):
+    """Body of `POST /leyline/release`: free what the conversation has in its own namespace, and forget its turns."""
+
+    v: Literal[1] = 1
+    conversation: ConversationId
+    extra_key: str | None = None
+    cache_salt: str | None = None
+    scrub: bool = False
+    """Also zero every row of the pool that nothing refers to."""
+
+
+class AdminReleaseRequest(_Wire):
+    """Body of `POST /leyline/admin/release`: the same for an operator, who knows the hash that stands in logs."""
+
+    v: Literal[1] = 1
+    conversation_hash: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    scrub: bool = False
+
+
+class ReleaseReply(_Wire):
+    """Answer of `POST /leyline/release`."""
+
+    conversation_hash: str
+    purge: Purge
+
+
+class PastEdit(_Wire):
+    """An amortized edit that still acts on what is cached. Positions and lengths, no text."""
+
+    edit_id: str
+    turn: str | None
+    """The turn that made it; None for an explicit splice."""
+    position: int
+    """Where it stands in the sequence of the turn that lists it."""
+    removed_tokens: int
+    replacement_tokens: int
+
+
+class TurnState(_Wire):
+    """One remembered turn."""
+
+    turn: str
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    """Of prompt and output, in the namespace that the turn was served from."""
+    own_namespace: bool
+    edits: tuple[PastEdit, ...] = ()
+
+
+class ConversationState(_Wire):
+    """Answer of `GET /leyline/conversation`, newest turn last."""
+
+    conversation_hash: str
+    own_tokens: int
+    """Slots that the conversation's own namespace holds now."""
+    turns: tuple[TurnState, ...] = ()
 
 
 def hash_token_ids(token_ids: Sequence[int]) -> str:

@@ -28,7 +28,7 @@ class LeylineMiddleware(AgentMiddleware[Any, Any, Any]):
             restart. By default ids are random and live as long as the middleware.
         strict: raise where a splice was refused; the answer is in `conversation(thread_id).last_answer`.
         max_conversations: how many to remember.
-        options: `unexplained_changes`, `gate`, `plan` and `tokenizer`, as for `Conversation`.
+        options: `unexplained_changes`, `gate`, `scrub`, `plan` and `tokenizer`, as for `Conversation`.
     """
 
     def __init__(

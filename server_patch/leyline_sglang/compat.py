@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from leyline_agent.core.protocol import NOTE_KEY
+
 SUPPORTED_VERSIONS = ("0.5.23",)
 
 _SRT = "sglang.srt."
@@ -30,6 +32,7 @@ CACHE_RESETS = (
 )
 """Coroutines of the tokenizer manager after which no cached row may be relied on."""
 COMMUNICATOR = "leyline"
+_TREE = _SRT + "mem_cache.unified_radix_cache.UnifiedRadixCache."
 
 
 def sglang_version() -> str | None:
@@ -66,6 +69,33 @@ def handle_in_scheduler(request_type: type, handler: Callable[[Any, Any], Any]) 
     HookRegistry.register(_SRT + "managers.scheduler.Scheduler.init_request_dispatcher", add, HookType.AFTER)
 
 
+def after_insertion(hook: Callable[[Any, str, str | None, str | None, array[int]], None]) -> None:
+    """Call `hook(tree, tag, extra_key, cache_salt, token_ids)` whenever a noted request has put ids into the cache."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def inserted(_result: Any, tree: Any, req: Any, *, up_to: int, **_more: Any) -> None:
+        tag = (req.sampling_params.custom_params or {}).get(NOTE_KEY)
+        if tag is not None:
+            hook(tree, tag, req.extra_key, req.cache_salt, req.full_untruncated_fill_ids[:up_to])
+
+    HookRegistry.register(_TREE + "checkpoint_into_tree", inserted, HookType.AFTER)
+
+
+def after_reset(hook: Callable[[Any], None]) -> None:
+    """Call `hook(tree)` when the radix cache was emptied."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(_TREE + "reset", lambda _result, tree: hook(tree), HookType.AFTER)
+
+
+def after_batch(hook: Callable[[Any], None]) -> None:
+    """Call `hook(scheduler)` after the results of each batch, when ended requests hold nothing any more."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    target = _SRT + "managers.scheduler.Scheduler.process_batch_result"
+    HookRegistry.register(target, lambda _result, scheduler, *_args: hook(scheduler), HookType.AFTER)
+
+
 def around(target: str, hook: Callable[..., Any]) -> None:
     """Wrap a function of SGLang: `hook(original, *args, **kwargs)`."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -88,6 +118,13 @@ def http_app() -> Any:
     return http_server.app
 
 
+def for_admins(endpoint: Any) -> Any:
+    """Have a route ask for the server's admin key where one is set, else for its API key (SGLang's ADMIN_OPTIONAL)."""
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    return auth_level(AuthLevel.ADMIN_OPTIONAL)(endpoint)
+
+
 def tokenizer_manager() -> Any:
     """Return the tokenizer manager of this process, with its receive loop running."""
     from sglang.srt.entrypoints import http_server
@@ -98,6 +135,14 @@ def tokenizer_manager() -> Any:
 
 
 # --- requests (tokenizer process) -----------------------------------------------------------------------------------
+
+
+_INTERNAL = "leyline_internal"
+
+
+def is_internal(obj: Any) -> bool:
+    """Whether the request is a prefill of ours."""
+    return getattr(obj, _INTERNAL, False)
 
 
 def is_generate(obj: Any) -> bool:
@@ -146,17 +191,18 @@ async def prefill(
     *,
     token_ids: Sequence[int],
     cache_salt: str | None,
+    tag: str,
 ) -> dict[str, Any]:
     """Prefill `token_ids` and leave them in the radix cache; return the `meta_info` of the answer.
 
-    The internal request carries the `rid` of the request it serves (`like`), so that an abort reaches it, and stays
-    out of the request metrics.
+    `tag` is what `after_insertion` tells. The internal request carries the `rid` of the request it serves (`like`), so
+    that an abort reaches it, and stays out of the request metrics.
     """
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     request = GenerateReqInput(
         input_ids=list(token_ids),
-        sampling_params={"max_new_tokens": 0, "temperature": 0},
+        sampling_params={"max_new_tokens": 0, "temperature": 0, "custom_params": {NOTE_KEY: tag}},
         rid=like.rid if isinstance(like.rid, str) else None,
         extra_key=like.extra_key,
         cache_salt=cache_salt,
@@ -164,6 +210,7 @@ async def prefill(
         log_metrics=False,
         no_logs=True,
     )
+    setattr(request, _INTERNAL, True)
     meta_info: dict[str, Any] = {}
     async with aclosing(generate(manager, request, http_request)) as stream:
         async for output in stream:
@@ -201,9 +248,9 @@ class Path:
 class RadixPort:
     """What a splice needs of the radix cache and of the slot allocator. Holds no state of its own."""
 
-    def __init__(self, scheduler: Any) -> None:
-        self._tree = scheduler.tree_cache
-        self._allocator = scheduler.token_to_kv_pool_allocator
+    def __init__(self, tree: Any) -> None:
+        self._tree = tree
+        self._allocator = tree.token_to_kv_pool_allocator
 
     @staticmethod
     def _key(token_ids: array[int], extra_key: str | None, cache_salt: str | None) -> Any:
@@ -218,6 +265,51 @@ class RadixPort:
         found = self._tree.match_prefix(MatchPrefixParams(key=self._key(token_ids, extra_key, cache_salt)))
         slots = self._tree.path_device_indices(found.last_device_node)[: found.device_prefix_len]
         return Path(found.last_device_node, slots.to(torch.int64))
+
+    def unlocked_from(self, path: Path) -> int:
+        """Return from which token on a path is held by nobody; what holds a token holds all that lie left of it."""
+        if not len(path):
+            return 0
+        before = self._tree.protected_size()
+        lock = self.lock(path)
+        newly_held = int(self._tree.protected_size()) - int(before)
+        self.unlock(lock)
+        return len(path) - newly_held
+
+    def takeable_from(self, path: Path) -> int:
+        """Return from which token on a path is held by nobody, nor gone on from by any other sequence."""
+        if not len(path):
+            return 0
+        start, children = len(path), 0
+        for node in reversed(self._tree.tree_core.collect_path_info([path.node])[0]):
+            if node.num_children != children:
+                break
+            start, children = node.path_start, 1
+        return max(start, self.unlocked_from(path))
+
+    def take(
+        self, token_ids: array[int], extra_key: str | None, cache_salt: str | None, *, from_token: int
+    ) -> torch.Tensor:
+        """Take the end of a cached sequence out of the tree; return its slots, which are the caller's from now on.
+
+        From `from_token` on, or from where it can be taken (`takeable_from`), if that lies further right.
+        """
+        from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
+
+        # A match splits the node that it ends in, so that the cut is between two nodes.
+        self.match(token_ids[:from_token], extra_key, cache_salt)
+        path = self.match(token_ids, extra_key, cache_salt)
+        start = max(from_token, self.takeable_from(path))
+        taken: list[torch.Tensor] = []
+        core = self._tree.tree_core
+        for node in reversed(core.collect_path_info([path.node])[0] if len(path) else ()):
+            if node.path_start < start:
+                break
+            # Only ever a leaf that nobody holds: on any other the Rust core panics, and stays poisoned.
+            result = core.evict_device_leaf(node.node_id, core.is_write_back)
+            taken[:0] = result.device_frees.pop(BASE_COMPONENT_TYPE)
+            self._tree._apply_cache_actions(result.cache_actions)
+        return torch.cat(taken).to(torch.int64) if taken else path.slots[:0]
 
     def lock(self, path: Path) -> Any:
         """Keep a path from being evicted until `unlock`."""
@@ -236,11 +328,15 @@ class RadixPort:
             return None
         self._allocator.evict_to_free_tokens(self._tree, num_slots)
         slots: torch.Tensor | None = self._allocator.alloc(num_slots)
-        return slots
+        return None if slots is None else slots.to(torch.int64)
 
     def free(self, slots: torch.Tensor) -> None:
         """Return slots that no path names."""
         self._allocator.free(slots)
+
+    def free_slots(self) -> torch.Tensor:
+        """Return every slot that is free: neither the tree nor a running request refers to it."""
+        return torch.cat([self._allocator.free_pages, self._allocator.release_pages])
 
     def insert(
         self,
@@ -296,6 +392,20 @@ def mla_pool(scheduler: Any) -> MlaPool:
         inv_freq=_inv_freq(rotary).to(pool.kv_buffer[0].device),
         is_neox_style=bool(rotary.is_neox_style),
     )
+
+
+def scrub_free_slots(scheduler: Any) -> int:
+    """Zero every free slot in all layers, after the forward pass in flight; return how many.
+
+    Slot 0 too, into which padding tokens are written. A pass in flight may still write the row of a request that has
+    ended, into a slot that is free by now; that is why it is waited for.
+    """
+    free = RadixPort(scheduler.tree_cache).free_slots()
+    wait_for_forward(scheduler)
+    slots = torch.cat([free.new_zeros(1), free])
+    for buffer in scheduler.token_to_kv_pool_allocator.get_kvcache().kv_buffer:
+        buffer.index_fill_(0, slots, 0)
+    return len(free)
 
 
 def wait_for_forward(scheduler: Any) -> None:

@@ -31,10 +31,14 @@ class Config(BaseModel):
     """Directives of one turn that are carried out, from the left; what lies right of them is prefilled."""
     diff_budget: int = Field(default=4_000_000, gt=0)
     """Elementary steps of one diff; past them the turn is re-prefilled."""
+    in_place: bool = True
+    """Move rows that nobody else needs where they are. Off: every splice copies, and the edited turn stays cached."""
     turns_per_conversation: int = Field(default=8, gt=0)
     """Sequences remembered for each conversation, so that a branch or a retry finds its own base."""
     max_conversations: int = Field(default=65_536, gt=0)
     """Conversations remembered, whether or not they have turns; the least recently used goes first."""
+    conversation_memory_tokens: int = Field(default=1_048_576, gt=0)
+    """Token ids remembered of one conversation; its oldest turn goes first."""
     memory_tokens: int = Field(default=16_777_216, gt=0)
     """Token ids remembered in all, 4 bytes each; the least recently used conversation goes first."""
     scope_memory_tokens: int = Field(default=4_194_304, gt=0)

@@ -25,7 +25,11 @@ def unpack(packed: bytes) -> array[int]:
 
 
 class CacheRequest(BaseReq, kw_only=True):  # type: ignore[misc,call-arg]
-    """Look up what is cached of two sequences in two namespaces, and optionally move one kept run first."""
+    """Edit a conversation's part of the radix cache, then look up what is cached of two sequences in two namespaces.
+
+    Done in this order, each only if asked for: the namespaces in `close` are emptied, one kept run is moved, the
+    lookup. All of it in one call, so nothing changes in between.
+    """
 
     base: bytes = b""
     """The edited sequence; empty where there is none."""
@@ -36,32 +40,69 @@ class CacheRequest(BaseReq, kw_only=True):  # type: ignore[misc,call-arg]
     """The caller's own namespace."""
     own_salt: str | None = None
     """The conversation's namespace; None looks into the shared one alone."""
+
     move: bool = False
-    """Whether to splice: the fields below count only then."""
-    base_salt: str | None = None
-    """Namespace to read the kept run from."""
-    head_salt: str | None = None
-    """Namespace to read the head `new[:dst_start]` from."""
+    """Whether to move a kept run: the fields below count only then."""
+    from_own: bool = False
+    """The run is read from the conversation's namespace; else from the shared one."""
+    head_from_own: bool = False
+    """The head `new[:dst_start]` is read from the conversation's namespace; else from the shared one."""
+    removed_start: int = 0
+    """Where the removed span left of the run starts in the base. A move in place takes everything from here on."""
     src_start: int = 0
     src_end: int = 0
     """The kept run in the base."""
     dst_start: int = 0
     """Its first position in the new prompt; everything left of it (the head) must be cached."""
+    more_follow: bool = False
+    """Whether a run further right is to be moved by a later request: it is parked meanwhile, if this one moves in
+    place."""
+    parked_from: int | None = None
+    """What the reply to the move before said, where that left the rest of the base parked."""
+    in_place: bool = True
+    """Whether rows may be moved where they are; else they are copied."""
+    drop_parked: bool = False
+    """Drop what an earlier move left parked: the one that was to follow was given up."""
+
+    close: tuple[str, ...] = ()
+    """Namespaces of this conversation that nobody may be served from any more: they are emptied. The first
+    `keep_tokens` of `new` are kept from the last of them: they move to `own_salt`."""
+    keep_tokens: int = 0
+    forget: bool = False
+    """Also drop what this conversation has in the shared namespace, as far as it differs from `new` and nobody else
+    builds on it."""
+    scrub: bool = False
+    """Also zero every row that neither the cache nor a running request refers to."""
+
+    count_own: bool = False
+    """Report `own_tokens`."""
     capabilities: bool = False
     """Report what this server cannot serve, as JSON in `message`."""
 
 
 class CacheReply(BaseReq, kw_only=True):  # type: ignore[misc,call-arg]
-    """Cached lengths in tokens after whatever was done, and what became of the move."""
+    """Cached lengths in tokens after whatever was done, and what became of it."""
 
     base_shared: int = 0
     base_own: int = 0
     new_shared: int = 0
     new_own: int = 0
+    own_tokens: int = 0
+    """Slots in the conversation's namespace."""
     moved: int = 0
-    """Rows of the kept run that were copied and rotated now."""
+    """Rows of the kept run that now stand at their new positions: copied and rotated, or rotated in place."""
     copied: int = 0
     """Rows of the head that were copied into the conversation's namespace now."""
+    moved_in_place: bool = False
+    parked_from: int | None = None
+    """Base position from which on the rest of the base is parked; None where nothing is."""
+    dropped: int = 0
+    held: int = 0
+    shared: int = 0
+    scrubbed: int = 0
+    """As in `protocol.Purge`."""
+    ms: float = 0.0
+    """The scheduler's share: from taking the request up to this reply."""
     reason: str = ""
     """A `protocol.Reason`, or empty."""
     message: str = ""

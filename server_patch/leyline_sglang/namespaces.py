@@ -10,6 +10,9 @@ import hashlib
 import hmac
 import secrets
 
+_PREFIX = "leyline-"
+_PARKED = "-parked"
+
 
 def new_nonce() -> str:
     """Return what makes a namespace new: a conversation whose rows must not be reached again gets another one."""
@@ -23,4 +26,14 @@ def own_salt(secret: str, *, conversation_hash: str, caller_salt: str | None, no
     random and dies with the memory of the conversation, so that a namespace forgotten or closed is never met again.
     """
     fields = "\x00".join(("leyline", caller_salt or "", conversation_hash, nonce))
-    return "leyline-" + hmac.new(secret.encode(), fields.encode(), hashlib.sha256).hexdigest()
+    return _PREFIX + hmac.new(secret.encode(), fields.encode(), hashlib.sha256).hexdigest()
+
+
+def is_own_salt(cache_salt: str | None) -> bool:
+    """Whether a `cache_salt` is one of those that this server derives. No client may name one."""
+    return cache_salt is not None and cache_salt.startswith(_PREFIX)
+
+
+def parked_salt(own: str) -> str:
+    """Return where a splice of several runs keeps what it has not placed yet; no request is ever served from there."""
+    return own + _PARKED

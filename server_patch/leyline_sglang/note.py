@@ -34,6 +34,13 @@ def take_note(obj: Any) -> Any:
     return taken
 
 
+def tag_request(obj: Any, tag: str) -> None:
+    """Put the conversation's tag where the note was, so that the scheduler knows whose rows the request makes."""
+    if isinstance(obj.sampling_params, dict) or obj.sampling_params is None:
+        params = obj.sampling_params or {}
+        obj.sampling_params = {**params, "custom_params": {**(params.get("custom_params") or {}), NOTE_KEY: tag}}
+
+
 def parse_note(text: Any, *, max_bytes: int) -> Note:
     """Read a note.
 
@@ -50,7 +57,7 @@ def parse_note(text: Any, *, max_bytes: int) -> Note:
     try:
         return Note.model_validate_json(text)
     except ValidationError as error:
-        raise PlanError(f"the note is not valid: {first_problem(error)}", reason=_reason(error)) from error
+        raise PlanError(f"the note is not valid: {first_problem(error)}", reason=reason_of(error)) from error
 
 
 def first_problem(error: ValidationError) -> str:
@@ -60,11 +67,13 @@ def first_problem(error: ValidationError) -> str:
     return f"{place}: {problem['msg']}" if place else str(problem["msg"])
 
 
-def _reason(error: ValidationError) -> Reason:
-    place = error.errors(include_url=False, include_input=False)[0]["loc"]
-    if place[:1] == ("v",):
-        return Reason.UNSUPPORTED_VERSION
-    return Reason.BAD_DIRECTIVES if place[:1] == ("directives",) else Reason.BAD_NOTE
+def reason_of(error: ValidationError) -> Reason:
+    """Return the reason for a note or body that is not valid."""
+    problem = error.errors(include_url=False, include_input=False)[0]
+    place = str(problem["loc"][0]) if problem["loc"] else ""
+    if place == "conversation" and problem["type"] == "value_error":
+        return Reason.WEAK_CONVERSATION_ID
+    return {"v": Reason.UNSUPPORTED_VERSION, "directives": Reason.BAD_DIRECTIVES}.get(place, Reason.BAD_NOTE)
 
 
 def directives_from_diff(

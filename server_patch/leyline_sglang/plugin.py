@@ -30,10 +30,14 @@ def activate() -> None:
         return
 
     from leyline_sglang import splice
+    from leyline_sglang.footprints import forget_footprints
     from leyline_sglang.io_types import CacheReply, CacheRequest
 
     compat.register_messages(CacheRequest, CacheReply)
     compat.handle_in_scheduler(CacheRequest, splice.handle)
+    compat.after_insertion(splice.record_insertion)
+    compat.after_batch(splice.drop_what_was_held)
+    compat.after_reset(forget_footprints)
     if not compat.in_http_process():
         return
 
@@ -43,6 +47,7 @@ def activate() -> None:
 
     memory = SequenceMemory(
         turns_per_conversation=config.turns_per_conversation,
+        conversation_memory_tokens=config.conversation_memory_tokens,
         memory_tokens=config.memory_tokens,
         scope_memory_tokens=config.scope_memory_tokens,
         max_conversations=config.max_conversations,

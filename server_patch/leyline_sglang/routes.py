@@ -1,34 +1,42 @@
-"""HTTP: explicit splices, capabilities, and the outcome as a response header."""
+"""HTTP: explicit splices, release, what is cached, capabilities, and the outcome as a response header."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from leyline_agent.core.protocol import (
+    CACHE_SALT_HEADER,
+    CONVERSATION_HEADER,
+    EXTRA_KEY_HEADER,
     OUTCOME_HEADER,
+    AdminReleaseRequest,
     Mode,
     Outcome,
     Reason,
+    ReleaseRequest,
     SpliceRequest,
     outcome_header,
 )
 from leyline_agent.errors import PlanError
 from leyline_sglang import compat
 from leyline_sglang.capabilities import capabilities_body
-from leyline_sglang.note import first_problem
+from leyline_sglang.note import first_problem, reason_of
 from leyline_sglang.serving import META_KEY, SCOPE_KEY, Serving
+
+Body = TypeVar("Body", bound=BaseModel)
 
 logger = logging.getLogger(__name__)
 
 _HTTP_STATUS = {
     Reason.NOTE_TOO_LARGE: 413,
+    Reason.UNKNOWN_CONVERSATION: 404,
     Reason.EVICTED: 409,
     Reason.POOL_FULL: 409,
     Reason.ABORTED: 409,
@@ -39,23 +47,68 @@ _HTTP_STATUS = {
 
 
 def add_routes(app: FastAPI, serving: Serving, installed: list[str]) -> None:
-    """Add `/leyline/*` and the outcome header to the server's app. Its API key covers both routes."""
+    """Add `/leyline/*` and the outcome header to the server's app. Its API key covers them all."""
 
-    @app.post("/leyline/splice")
-    async def splice(request: Request) -> JSONResponse:
+    async def answer(reply: Awaitable[BaseModel]) -> JSONResponse:
         try:
-            body = await _read_body(request, serving.config.max_note_bytes)
-            # Parsed off the event loop: a large body would stop every stream meanwhile.
-            asked = await asyncio.to_thread(_parse, body)
-            reply = await serving.splice(compat.tokenizer_manager(), request, asked)
+            return JSONResponse((await reply).model_dump(mode="json"))
         except PlanError as error:
             return _error(Reason(error.reason), str(error))
         except TimeoutError:
             return _error(Reason.TIMEOUT, f"the scheduler did not answer within {serving.config.timeout_s} s")
         except Exception as error:
-            logger.exception("leyline: POST /leyline/splice failed")
+            logger.exception("leyline: a request to one of our routes failed")
             return JSONResponse(_problem(Reason.INTERNAL_ERROR, f"{type(error).__name__}: {error}"), 500)
-        return JSONResponse(reply.model_dump(mode="json"))
+
+    @app.post("/leyline/splice")
+    async def splice(request: Request) -> JSONResponse:
+        async def reply() -> BaseModel:
+            asked = await _read(request, SpliceRequest, serving.config.max_note_bytes)
+            return await serving.splice(compat.tokenizer_manager(), request, asked)
+
+        return await answer(reply())
+
+    @app.post("/leyline/release")
+    async def release(request: Request) -> JSONResponse:
+        async def reply() -> BaseModel:
+            asked = await _read(request, ReleaseRequest, serving.config.max_note_bytes)
+            found = serving.find(asked.conversation, (asked.extra_key, asked.cache_salt or None))
+            return await serving.release(compat.tokenizer_manager(), found, scrub=asked.scrub)
+
+        return await answer(reply())
+
+    @app.get("/leyline/conversation")
+    async def conversation(request: Request) -> JSONResponse:
+        async def reply() -> BaseModel:
+            headers = request.headers
+            if CONVERSATION_HEADER not in headers:
+                raise PlanError(
+                    f"name the conversation in the header {CONVERSATION_HEADER}; never in the URL, which is logged",
+                    reason=Reason.BAD_NOTE,
+                )
+            scope = (headers.get(EXTRA_KEY_HEADER), headers.get(CACHE_SALT_HEADER) or None)
+            found = serving.find(headers[CONVERSATION_HEADER], scope)
+            return await serving.state(compat.tokenizer_manager(), found)
+
+        return await answer(reply())
+
+    @app.post("/leyline/admin/release")
+    @compat.for_admins
+    async def admin_release(request: Request) -> JSONResponse:
+        async def reply() -> BaseModel:
+            asked = await _read(request, AdminReleaseRequest, serving.config.max_note_bytes)
+            found = serving.find_hashed(asked.conversation_hash)
+            return await serving.release(compat.tokenizer_manager(), found, scrub=asked.scrub)
+
+        return await answer(reply())
+
+    @app.get("/leyline/admin/conversation")
+    @compat.for_admins
+    async def admin_conversation(conversation_hash: str) -> JSONResponse:
+        async def reply() -> BaseModel:
+            return await serving.state(compat.tokenizer_manager(), serving.find_hashed(conversation_hash))
+
+        return await answer(reply())
 
     @app.get("/leyline/capabilities")
     async def capabilities() -> JSONResponse:
@@ -69,7 +122,6 @@ def add_routes(app: FastAPI, serving: Serving, installed: list[str]) -> None:
                 unsupported=unsupported,
                 installed=installed,
                 modes=[mode.value for mode in Mode],
-                purges=False,
                 settings=serving.config.model_dump(exclude={"secret"}),
                 conversations=len(serving.memory),
                 remembered_tokens=serving.memory.num_tokens,
@@ -124,15 +176,19 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
     return body
 
 
-def _parse(body: bytes) -> SpliceRequest:
+async def _read(request: Request, model: type[Body], max_bytes: int) -> Body:
+    """Read and check a body.
+
+    Raises:
+        PlanError: it is too large, or not what was expected; with the reason.
+    """
+    body = await _read_body(request, max_bytes)
     try:
-        return SpliceRequest.model_validate_json(body)
+        # Parsed off the event loop: a large body would stop every stream meanwhile.
+        return await asyncio.to_thread(model.model_validate_json, body)
     except ValidationError as error:
-        place = error.errors(include_url=False, include_input=False)[0]["loc"]
-        known = {"v": Reason.UNSUPPORTED_VERSION, "directives": Reason.BAD_DIRECTIVES}
-        reason = known.get(str(place[0]), Reason.BAD_NOTE) if place else Reason.BAD_NOTE
-        message = f"{first_problem(error)}; expected {{v: 1, conversation, base_ids, directives}}"
-        raise PlanError(message, reason=reason) from error
+        expected = ", ".join(model.model_fields)
+        raise PlanError(f"{first_problem(error)}; the fields are {expected}", reason=reason_of(error)) from error
 
 
 def _problem(reason: Reason, message: str) -> dict[str, str]:

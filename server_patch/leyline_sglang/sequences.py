@@ -24,6 +24,10 @@ class Edit:
 
     edit_id: str
     position: int
+    turn: str | None
+    """The turn that made it; None for an explicit splice."""
+    removed_tokens: int
+    replacement_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,8 @@ class Conversation:
     """Makes the namespace; a new one closes the old namespace for good."""
     has_namespace: bool = False
     """Whether anything was ever spliced into the namespace or served from it."""
+    closing: list[str] = field(default_factory=list)
+    """Namespaces closed before, of which the scheduler has not yet said that they are dropped."""
     turns: OrderedDict[str, RememberedTurn] = field(default_factory=OrderedDict)
     num_tokens: int = 0
     """Remembered token ids."""
@@ -71,12 +77,14 @@ class SequenceMemory:
         self,
         *,
         turns_per_conversation: int,
+        conversation_memory_tokens: int = 1 << 62,
         memory_tokens: int,
         scope_memory_tokens: int,
         max_conversations: int,
     ) -> None:
         self._turns_per_conversation = turns_per_conversation
         self._max_conversations = max_conversations
+        self._conversation_memory_tokens = conversation_memory_tokens
         self._memory_tokens = memory_tokens
         self._scope_memory_tokens = scope_memory_tokens
         self._conversations: OrderedDict[tuple[Scope, str], Conversation] = OrderedDict()
@@ -101,6 +109,18 @@ class SequenceMemory:
             self._evict(next(iter(self._conversations)))
         return conversation
 
+    def find(self, scope: Scope, conversation_id: str) -> Conversation | None:
+        """Return a conversation that is known, or None."""
+        return self._conversations.get((scope, hash_id(conversation_id)))
+
+    def find_hashed(self, hashed_id: str) -> list[Conversation]:
+        """Return the conversations with a hashed id, one for each caller's namespace."""
+        return [conversation for (_, known), conversation in self._conversations.items() if known == hashed_id]
+
+    def release(self, conversation: Conversation) -> None:
+        """Forget a conversation; a turn of it that still runs is not remembered."""
+        self._evict((conversation.scope, conversation.hashed_id))
+
     def remember(self, conversation: Conversation, turn_id: str, turn: RememberedTurn, *, nonce: str) -> None:
         """Keep a turn, replacing what was kept under the same id, and drop what is over the bounds.
 
@@ -113,7 +133,10 @@ class SequenceMemory:
         self._drop(conversation, turn_id)
         conversation.turns[turn_id] = turn
         self._account(conversation, turn.num_tokens)
-        while len(conversation.turns) > self._turns_per_conversation:
+        while (
+            len(conversation.turns) > self._turns_per_conversation
+            or conversation.num_tokens > self._conversation_memory_tokens
+        ):
             self._drop(conversation, next(iter(conversation.turns)))
         self._shrink(conversation.scope)
 
@@ -149,7 +172,9 @@ class SequenceMemory:
             self._evict(next(iter(self._conversations)))
 
     def _evict(self, key: tuple[Scope, str]) -> None:
-        self.close_namespace(self._conversations.pop(key))
+        conversation = self._conversations.pop(key, None)
+        if conversation is not None:
+            self.close_namespace(conversation)
 
 
 def hash_id(conversation_id: str) -> str:

@@ -13,18 +13,32 @@ import uuid
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from leyline_agent.core.plan import apply_directives, check_directives
-from leyline_agent.core.protocol import Mode, Note, Outcome, Reason, SpliceReply, SpliceRequest, Status
+from leyline_agent.core.protocol import (
+    ConversationState,
+    Mode,
+    Note,
+    Outcome,
+    PastEdit,
+    Purge,
+    Reason,
+    ReleaseReply,
+    SpliceReply,
+    SpliceRequest,
+    Status,
+    TurnState,
+)
 from leyline_agent.errors import PlanError
 from leyline_sglang import compat
 from leyline_sglang.config import Config
-from leyline_sglang.io_types import CacheReply, CacheRequest
-from leyline_sglang.note import parse_note, take_note
-from leyline_sglang.sequences import Conversation, RememberedTurn, SequenceMemory, hash_id
-from leyline_sglang.turn import Served, Turn
+from leyline_sglang.io_types import CacheReply, CacheRequest, pack
+from leyline_sglang.namespaces import is_own_salt
+from leyline_sglang.note import parse_note, tag_request, take_note
+from leyline_sglang.sequences import Conversation, RememberedTurn, Scope, SequenceMemory, hash_id
+from leyline_sglang.turn import Served, Turn, salt_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +47,7 @@ SCOPE_KEY = "leyline.outcome"
 META_KEY = "leyline"
 """Key of the outcome in `meta_info`, and from there in `metadata` of a chat response."""
 
+_UNSUPPORTED = Reason.UNSUPPORTED_REQUEST
 _MAX_MESSAGE = 1000
 """A message may quote what a client sent, but not all of it."""
 
@@ -58,6 +73,8 @@ class Serving:
         self, original: Generate, manager: Any, obj: Any, http_request: Any = None
     ) -> AsyncIterator[Any]:
         """Stand around `TokenizerManager.generate_request`."""
+        if not compat.is_internal(obj):
+            _check_salt(getattr(obj, "cache_salt", None))
         text = take_note(obj) if compat.is_generate(obj) else None
         if text is None:
             async with aclosing(original(manager, obj, http_request)) as stream:
@@ -150,12 +167,78 @@ class Serving:
                     f"{cached} of the base's {len(base_ids)} tokens are cached; the edits end at {last_end}",
                     reason=Reason.EVICTED,
                 )
-            served = await turn.splice(base_ids, list(body.directives), base_in_own=in_own)
+            served = await turn.splice(base_ids, list(body.directives), base_in_own=in_own, scrub=body.scrub)
             look = await turn.look()
+        _log(conversation, served.outcome, len(new_ids))
         if served.outcome.status is Status.REFUSED:
             assert served.outcome.reason is not None
             raise PlanError(served.outcome.message or "refused", reason=served.outcome.reason)
         return SpliceReply(outcome=served.outcome, token_ids=tuple(new_ids[: max(look.new_own, look.new_shared)]))
+
+    async def release(self, manager: Any, found: list[Conversation], *, scrub: bool) -> ReleaseReply:
+        """Free what conversations have in namespaces of their own, and forget their turns.
+
+        Raises:
+            PlanError: the scheduler could not do it; with the reason.
+        """
+        await self._check_server(manager)
+        total = Purge()
+        for conversation in found:
+            async with conversation.lock:
+                tags = (*conversation.closing, salt_of(self.config, conversation))
+                reply = await self._ask(manager, CacheRequest(extra_key=conversation.scope[0], close=tags, scrub=scrub))
+                if reply.reason:
+                    raise PlanError(reply.message, reason=Reason(reply.reason))
+                self.memory.release(conversation)
+            total = Purge(
+                dropped_tokens=total.dropped_tokens + reply.dropped,
+                held_tokens=total.held_tokens + reply.held,
+                scrubbed_tokens=reply.scrubbed,
+            )
+        facts = {"event": "release", "conversation": found[0].hashed_id, **total.model_dump()}
+        logger.info("leyline: %s", json.dumps(facts))
+        return ReleaseReply(conversation_hash=found[0].hashed_id, purge=total)
+
+    async def state(self, manager: Any, found: list[Conversation]) -> ConversationState:
+        """Return what is cached of conversations of one id, and their edits."""
+        await self._check_server(manager)
+        turns: list[TurnState] = []
+        own_tokens = 0
+        for conversation in found:
+            extra_key, caller_salt = conversation.scope
+            own = salt_of(self.config, conversation)
+            for turn_id, turn in list(conversation.turns.items()):
+                longest = max(turn.sequences(), key=len)
+                look = await self._ask(
+                    manager,
+                    CacheRequest(base=pack(longest), extra_key=extra_key, shared_salt=caller_salt, own_salt=own),
+                )
+                turns.append(
+                    TurnState(
+                        turn=turn_id,
+                        prompt_tokens=len(turn.prompt_ids),
+                        output_tokens=len(longest) - len(turn.prompt_ids),
+                        cached_tokens=look.base_own if turn.in_own else look.base_shared,
+                        own_namespace=turn.in_own,
+                        edits=tuple(PastEdit(**asdict(edit)) for edit in turn.edits),
+                    )
+                )
+            counted = await self._ask(manager, CacheRequest(extra_key=extra_key, own_salt=own, count_own=True))
+            own_tokens += counted.own_tokens
+        return ConversationState(conversation_hash=found[0].hashed_id, own_tokens=own_tokens, turns=tuple(turns))
+
+    def find(self, conversation_id: str, scope: Scope) -> list[Conversation]:
+        """Return the conversation of this id in the caller's namespace.
+
+        Raises:
+            PlanError: there is none; with the reason.
+        """
+        known = self.memory.find(scope, conversation_id)
+        return _known([] if known is None else [known], "for this extra_key and cache_salt")
+
+    def find_hashed(self, hashed_id: str) -> list[Conversation]:
+        """Return the conversations of this hashed id, one for each caller's namespace. Raises as `find`."""
+        return _known(self.memory.find_hashed(hashed_id), "by that hash")
 
     # --- one noted request ------------------------------------------------------------------------------------------
 
@@ -168,19 +251,25 @@ class Serving:
             # Off the event loop: a long note would stop every stream meanwhile.
             note = await asyncio.to_thread(parse_note, text, max_bytes=self.config.max_note_bytes)
             turn_id = note.turn
-            _check_request(obj)
             await self._check_server(manager)
+            if isinstance(obj.extra_key, list) or isinstance(obj.cache_salt, list):
+                raise PlanError("this request cannot be spliced: it has lists of cache keys", reason=_UNSUPPORTED)
+            conversation = self.memory.open((obj.extra_key, obj.cache_salt or None), note.conversation)
+            # Also where nothing can be spliced: what such a request caches is to be forgotten with the rest.
+            tag_request(obj, salt_of(self.config, conversation))
+            _check_request(obj)
             _check_ids(obj.input_ids, compat.vocab_size(manager))
             if len(obj.input_ids) >= compat.context_tokens(manager):
-                raise PlanError("the prompt is longer than the model's context", reason=Reason.UNSUPPORTED_REQUEST)
+                raise PlanError("the prompt is longer than the model's context", reason=_UNSUPPORTED)
             if isinstance(obj.rid, str) and compat.is_running(manager, obj.rid):
-                raise PlanError("another request runs under this rid", reason=Reason.UNSUPPORTED_REQUEST)
+                raise PlanError("another request runs under this rid", reason=_UNSUPPORTED)
         except PlanError as error:
             return _refused(error, turn_id), lambda _outputs: None
         prompt_ids = array("i", obj.input_ids)
-        conversation = self.memory.open((obj.extra_key, obj.cache_salt or None), note.conversation)
         served = await self._carry_out(generate, manager, obj, http_request, note, conversation, prompt_ids)
         obj.cache_salt = served.cache_salt
+        tag_request(obj, served.tag)
+        _log(conversation, served.outcome, len(prompt_ids))
 
         def remember(outputs: tuple[array[int], ...]) -> None:
             turn = RememberedTurn(prompt_ids, outputs, served.edits, served.in_own)
@@ -210,19 +299,24 @@ class Serving:
             async with conversation.lock:
                 return await turn.carry_out(note)
         except TimeoutError:
-            return _plain(conversation, _refused(PlanError(self._late(), reason=Reason.TIMEOUT), note.turn))
+            return self._plain(conversation, _refused(PlanError(self._late(), reason=Reason.TIMEOUT), note.turn))
         except PlanError as error:
-            return _plain(conversation, _refused(error, note.turn))
+            return self._plain(conversation, _refused(error, note.turn))
         except Exception as error:
             # A boundary: whatever we did wrong, the request is answered. A caller who has left is the engine's affair.
             if http_request is not None and await http_request.is_disconnected():
                 raise
             logger.exception("leyline: conversation %s is served without its edits", hash_id(note.conversation))
             problem = PlanError(f"{type(error).__name__}: {error}", reason=Reason.INTERNAL_ERROR)
-            return _plain(conversation, _refused(problem, note.turn))
+            return self._plain(conversation, _refused(problem, note.turn))
         finally:
             if self._aborted.pop(rid, False):
                 self._in_background(_abort_when_dispatched(manager, rid))
+
+    def _plain(self, conversation: Conversation, outcome: Outcome) -> Served:
+        """Serve the request as any other one, from the caller's own namespace."""
+        tag = salt_of(self.config, conversation)
+        return Served(outcome, conversation.scope[1], tag, conversation.nonce)
 
     def _turn(
         self,
@@ -237,7 +331,13 @@ class Serving:
     ) -> Turn:
         async def prefill(token_ids: array[int], cache_salt: str | None) -> int:
             meta_info = await compat.prefill(
-                generate, manager, obj, http_request, token_ids=token_ids, cache_salt=cache_salt
+                generate,
+                manager,
+                obj,
+                http_request,
+                token_ids=token_ids,
+                cache_salt=cache_salt,
+                tag=salt_of(self.config, conversation),
             )
             finish = meta_info.get("finish_reason") or {}
             if finish.get("type") == "abort" or (rid is not None and self._aborted.get(rid)):
@@ -292,6 +392,16 @@ async def _abort_when_dispatched(manager: Any, rid: str) -> None:
     manager.abort_request(rid=rid)
 
 
+def _known(found: list[Conversation], how: str) -> list[Conversation]:
+    if not found:
+        raise PlanError(
+            f"no such conversation is remembered here, {how}: it never came, was released, pushed out or flushed, or "
+            "the server has restarted",
+            reason=Reason.UNKNOWN_CONVERSATION,
+        )
+    return found
+
+
 def _num_choices(obj: Any) -> int:
     return int((obj.sampling_params or {}).get("n") or 1)
 
@@ -309,10 +419,8 @@ def _check_request(obj: Any) -> None:
         problem = "embedding overrides"
     elif obj.return_logprob and obj.logprob_start_len is not None and obj.logprob_start_len >= 0:
         problem = "log probabilities of the prompt, for which it is prefilled again whatever is cached"
-    elif isinstance(obj.extra_key, list) or isinstance(obj.cache_salt, list):
-        problem = "lists of cache keys"
     if problem:
-        raise PlanError(f"this request cannot be spliced: {problem}", reason=Reason.UNSUPPORTED_REQUEST)
+        raise PlanError(f"this request cannot be spliced: {problem}", reason=_UNSUPPORTED)
 
 
 def _check_ids(token_ids: Any, vocab_size: int) -> None:
@@ -322,6 +430,13 @@ def _check_ids(token_ids: Any, vocab_size: int) -> None:
             f"token ids must lie in [0, {vocab_size}), got {min(token_ids)} to {max(token_ids)}",
             reason=Reason.TOKEN_OUT_OF_VOCABULARY,
         )
+
+
+def _check_salt(cache_salt: Any) -> None:
+    """Answer 400 to a caller who names one of the namespaces that only the server derives."""
+    for salt in cache_salt if isinstance(cache_salt, list) else [cache_salt]:
+        if is_own_salt(salt):
+            raise ValueError("cache_salt: values that begin with 'leyline-' are the server's own; choose another")
 
 
 def _check_vocabulary(input_ids: Any, vocab_size: int) -> None:
@@ -337,5 +452,14 @@ def _refused(error: PlanError, turn_id: str | None) -> Outcome:
     return Outcome(status=Status.REFUSED, reason=Reason(error.reason), message=str(error)[:_MAX_MESSAGE], turn=turn_id)
 
 
-def _plain(conversation: Conversation, outcome: Outcome) -> Served:
-    return Served(outcome, conversation.scope[1], conversation.nonce)
+def _log(conversation: Conversation, outcome: Outcome, prompt_tokens: int) -> None:
+    """Write the one line of a turn that did more than grow. No text, no ids of tokens, no conversation id."""
+    if outcome.status is not Status.UNCHANGED:
+        facts = outcome.model_dump(mode="json", exclude_defaults=True, exclude={"v", "directives"})
+        facts["edit_ids"] = [directive.edit_id for directive in outcome.directives if directive.edit_id]
+        logger.info(
+            "leyline: %s",
+            json.dumps(
+                {"event": "splice", "conversation": conversation.hashed_id, "prompt_tokens": prompt_tokens, **facts}
+            ),
+        )

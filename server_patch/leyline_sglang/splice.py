@@ -1,26 +1,33 @@
-"""The transaction in the scheduler: match, lock, allocate, copy and rotate, insert, unlock.
+"""The transaction in the scheduler: close namespaces, move one kept run, look what is cached.
 
 Runs between two batches and alike on every tensor-parallel rank: what it decides depends on the request, the radix
 cache and the allocator only, which are the same on all of them. A refusal leaves tree, locks, slots and rows as they
-were. Rows are copied, never moved, so whoever else reads the base is not touched.
+were: it is decided before anything is taken or allocated.
+
+Rows of the conversation's own namespace that nobody else holds or goes on from are moved where they are: taken out of
+the tree, turned, and keyed anew. All others are copied, so whoever reads them is not touched.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import time
 from array import array
 from typing import Any
 
 import torch
 from leyline_kernels.layout import MlaLayout
-from leyline_kernels.reference import copy_rotate_
+from leyline_kernels.reference import copy_rotate_, rotate_
 from leyline_kernels.rope_tables import delta_table, move_table
 
-from leyline_agent.core.protocol import Reason
+from leyline_agent.core.protocol import Purge, Reason
+from leyline_agent.core.token_ids import common_prefix
 from leyline_sglang import compat
 from leyline_sglang.compat import MlaPool, Path, RadixPort
+from leyline_sglang.footprints import Sequence, footprints_of
 from leyline_sglang.io_types import CacheReply, CacheRequest, unpack
+from leyline_sglang.namespaces import parked_salt
 
 logger = logging.getLogger(__name__)
 
@@ -33,32 +40,60 @@ class _Refused(Exception):
 
 def handle(scheduler: Any, request: CacheRequest) -> CacheReply:
     """Answer one `CacheRequest`. A process boundary: nothing that goes wrong here may stop the scheduler."""
+    started = time.perf_counter()
     try:
+        drop_what_was_held(scheduler)
         if request.capabilities:
             return CacheReply(message=json.dumps(compat.unsupported(scheduler)))
-        return _Transaction(scheduler, request).run()
+        reply = _Transaction(scheduler, request).run()
     except Exception as error:
         logger.exception("leyline: a splice failed; the request is served without it")
-        return CacheReply(reason=Reason.INTERNAL_ERROR.value, message=f"{type(error).__name__}: {error}")
+        reply = CacheReply(reason=Reason.INTERNAL_ERROR.value, message=f"{type(error).__name__}: {error}")
+    reply.ms = (time.perf_counter() - started) * 1e3
+    return reply
+
+
+def record_insertion(tree: Any, tag: str, extra_key: str | None, cache_salt: str | None, token_ids: array[int]) -> None:
+    """Take note of what a request of a conversation has put into the cache."""
+    footprints_of(tree).record(RadixPort(tree), tag, Sequence(extra_key, cache_salt, array("q", token_ids)))
+
+
+def drop_what_was_held(scheduler: Any) -> None:
+    """Drop rows of closed namespaces whose requests have ended."""
+    footprints = footprints_of(scheduler.tree_cache)
+    if footprints.due:
+        footprints.retry(scheduler, RadixPort(scheduler.tree_cache))
 
 
 class _Transaction:
     def __init__(self, scheduler: Any, request: CacheRequest) -> None:
         self._scheduler = scheduler
         self._request = request
-        self._radix = RadixPort(scheduler)
+        self._radix = RadixPort(scheduler.tree_cache)
+        self._footprints = footprints_of(scheduler.tree_cache)
         self._base = unpack(request.base)
         self._new = unpack(request.new)
 
     def run(self) -> CacheReply:
+        request = self._request
         reply = CacheReply()
-        if self._request.move:
+        if request.close:
+            purge = self._close()
+            reply.dropped, reply.held = purge.dropped_tokens, purge.held_tokens
+            reply.shared = purge.shared_tokens
+        if request.scrub:
+            reply.scrubbed = compat.scrub_free_slots(self._scheduler)
+        if request.drop_parked and request.own_salt is not None:
+            self._footprints.drop_parked(self._radix, request.own_salt, parked_salt(request.own_salt))
+        if request.move:
             try:
-                reply.copied, reply.moved = self._move()
+                self._move(reply)
             except _Refused as refused:
                 reply.reason, reply.message = refused.reason.value, str(refused)
         reply.base_shared, reply.base_own = self._cached(self._base)
         reply.new_shared, reply.new_own = self._cached(self._new)
+        if request.count_own and request.own_salt is not None:
+            reply.own_tokens = self._footprints.own_slots(self._radix, request.own_salt)
         return reply
 
     def _cached(self, token_ids: array[int]) -> tuple[int, int]:
@@ -70,31 +105,171 @@ class _Transaction:
     def _match(self, token_ids: array[int], salt: str | None) -> Path:
         return self._radix.match(token_ids, self._request.extra_key, salt)
 
-    def _move(self) -> tuple[int, int]:
-        """Copy head and kept run into the conversation's namespace; return the rows copied of each."""
+    def _salt(self, own: bool) -> str | None:
+        return self._request.own_salt if own else self._request.shared_salt
+
+    def _sequence(self, token_ids: array[int], salt: str | None) -> Sequence:
+        return Sequence(self._request.extra_key, salt, token_ids)
+
+    def _insert(self, token_ids: array[int], salt: str | None, slots: torch.Tensor, *, matched: int) -> None:
+        """Key `slots` by `token_ids`, whose first `matched` are cached already, and take note of it."""
+        self._radix.insert(token_ids, slots, matched=matched, extra_key=self._request.extra_key, cache_salt=salt)
+        assert self._request.own_salt is not None
+        self._footprints.record(self._radix, self._request.own_salt, self._sequence(token_ids, salt))
+
+    # --- closing ----------------------------------------------------------------------------------------------------
+
+    def _close(self) -> Purge:
+        request = self._request
+        total = Purge()
+        for tag in request.close:
+            self._footprints.close(
+                tag, keep=self._new, forget=request.forget, scrub=request.scrub, successor=request.own_salt
+            )
+            if request.keep_tokens and tag == request.close[-1]:
+                head_ids = self._new[: request.keep_tokens]
+                total = _sum(total, self._footprints.empty(self._radix, tag, keep_own=head_ids), left=False)
+                self._hand_over(tag, head_ids)
+            total = _sum(total, self._footprints.empty(self._radix, tag))
+        return total
+
+    def _hand_over(self, tag: str, head_ids: array[int]) -> None:
+        """Key what is cached of `head_ids` in a closed namespace by the new one; copy it where somebody holds it."""
+        own_salt = self._request.own_salt
+        assert own_salt is not None
+        path = self._match(head_ids, tag)
+        head_ids = head_ids[: len(path)]
+        if not head_ids or len(self._match(head_ids, own_salt)):
+            return
+        if self._radix.takeable_from(path) == 0:
+            slots = self._radix.take(head_ids, self._request.extra_key, tag, from_token=0)
+            self._footprints.cut(tag, self._sequence(head_ids, tag), 0)
+        else:
+            lock = self._radix.lock(path)
+            try:
+                fresh = self._radix.allocate(len(head_ids))
+                if fresh is None:
+                    # No room for a copy: it is prefilled again, which is all that a lost cache costs.
+                    return
+                pool = self._pool()
+                _copy_rows_(pool, path.slots, fresh, old_start=0, new_start=0)
+                slots = fresh
+            finally:
+                self._radix.unlock(lock)
+        self._insert(head_ids, own_salt, slots, matched=0)
+
+    # --- moving -----------------------------------------------------------------------------------------------------
+
+    def _move(self, reply: CacheReply) -> None:
+        """Bring a kept run to its new place in the conversation's namespace."""
         request = self._request
         assert request.own_salt is not None
+        offset = request.parked_from or 0
+        parked = parked_salt(request.own_salt)
+        source_salt = parked if request.parked_from is not None else self._salt(request.from_own)
+        if request.parked_from is None:
+            self._footprints.drop_parked(self._radix, request.own_salt, parked)
+
+        target_ids = self._new[: request.dst_start + request.src_end - request.src_start]
+        target = self._match(target_ids, request.own_salt)
+        if len(target) == len(target_ids):
+            # A retry: the rows are there already.
+            return
         # A match splits nodes but leaves slots where they are, so the lists stay right until something is evicted.
-        base = self._match(self._base[: request.src_end], request.base_salt)
-        head = self._match(self._new[: request.dst_start], request.head_salt) if request.dst_start else None
-        num_kept = min(len(base), request.src_end) - request.src_start
+        source = self._match(self._base[offset : request.src_end], source_salt)
+        num_kept = offset + len(source) - request.src_start
         if num_kept <= 0:
             raise _Refused(
-                Reason.EVICTED, f"{len(base)} tokens of the base are cached, the kept run starts at {request.src_start}"
+                Reason.EVICTED,
+                f"{offset + len(source)} tokens of the base are cached, the kept run starts at {request.src_start}",
             )
-        if request.dst_start and (head is None or len(head) < request.dst_start):
-            cached = 0 if head is None else len(head)
-            raise _Refused(
-                Reason.EVICTED, f"{cached} of the {request.dst_start} tokens left of the kept run are cached"
-            )
-        target_ids = self._new[: request.dst_start + num_kept]
-        target = self._match(target_ids, request.own_salt)
-        matched = len(target)
-        num_new = len(target_ids) - matched
-        if num_new <= 0:
-            return 0, 0
+        head = target
+        if len(target) < request.dst_start:
+            head = self._match(self._new[: request.dst_start], self._salt(request.head_from_own))
+            if len(head) < request.dst_start:
+                raise _Refused(
+                    Reason.EVICTED, f"{len(head)} of the {request.dst_start} tokens left of the kept run are cached"
+                )
+        target_ids = target_ids[: request.dst_start + num_kept]
+        matched = min(len(target), len(target_ids))
+        if matched == len(target_ids):
+            return
+        cut = self._cut(source_salt, offset, matched)
+        if cut is not None:
+            self._move_in_place(reply, source_salt, offset, cut, target_ids, target.slots, num_kept)
+        else:
+            self._copy(reply, source, offset, head, target, matched, target_ids)
 
-        locks = [self._radix.lock(path) for path in (base, head, target) if path is not None and len(path)]
+    def _cut(self, source_salt: str | None, offset: int, matched: int) -> int | None:
+        """Return from which token of the source on its rows may be taken out of the tree; None where they may not."""
+        request = self._request
+        in_own = request.from_own or request.parked_from is not None
+        if not (request.in_place and in_own and matched == request.dst_start):
+            return None
+        cut = 0
+        if request.parked_from is None:
+            # What the head has in common with the base stays.
+            head_ids = self._new[: request.dst_start]
+            cut = max(request.removed_start, common_prefix(self._base, head_ids))
+        if offset + cut > request.src_start:
+            return None
+        source_ids = self._base[offset:]
+        # Splits the node there, so that the end of the source is nodes of its own.
+        self._match(source_ids[:cut], source_salt)
+        return cut if self._radix.takeable_from(self._match(source_ids, source_salt)) <= cut else None
+
+    def _move_in_place(
+        self,
+        reply: CacheReply,
+        source_salt: str | None,
+        offset: int,
+        cut: int,
+        target_ids: array[int],
+        head_slots: torch.Tensor,
+        num_kept: int,
+    ) -> None:
+        request = self._request
+        assert request.own_salt is not None
+        source_ids = self._base[offset:]
+        taken = self._radix.take(source_ids, request.extra_key, source_salt, from_token=cut)
+        source_ids = source_ids[: cut + len(taken)]
+        self._footprints.cut(request.own_salt, self._sequence(source_ids, source_salt), cut)
+        kept_start = request.src_start - offset - cut
+        removed, kept = taken[:kept_start], taken[kept_start : kept_start + num_kept]
+        rest = taken[kept_start + num_kept :]
+        try:
+            pool = self._pool()
+            _turn_rows_(pool, kept, old_start=request.src_start, new_start=request.dst_start)
+        except BaseException:
+            # Half of them may be turned by now; nobody can use them any more.
+            self._radix.free(taken)
+            raise
+        self._insert(
+            target_ids, request.own_salt, torch.cat([head_slots[: request.dst_start], kept]), matched=request.dst_start
+        )
+        if len(removed):
+            self._radix.free(removed)
+        if len(rest) and request.more_follow:
+            reply.parked_from = request.src_start + num_kept
+            rest_ids = self._base[reply.parked_from : reply.parked_from + len(rest)]
+            self._insert(rest_ids, parked_salt(request.own_salt), rest, matched=0)
+        elif len(rest):
+            self._radix.free(rest)
+        reply.moved, reply.moved_in_place = num_kept, True
+
+    def _copy(
+        self,
+        reply: CacheReply,
+        source: Path,
+        offset: int,
+        head: Path,
+        target: Path,
+        matched: int,
+        target_ids: array[int],
+    ) -> None:
+        request = self._request
+        num_new = len(target_ids) - matched
+        locks = [self._radix.lock(path) for path in (source, head, target) if len(path)]
         try:
             slots = self._radix.allocate(num_new)
             if slots is None:
@@ -102,46 +277,62 @@ class _Transaction:
                     Reason.POOL_FULL,
                     f"{num_new} slots are needed, {self._radix.counts()['available']} are free and the rest is held",
                 )
+            num_head = max(0, request.dst_start - matched)
+            num_there = max(0, matched - request.dst_start)
+            old_start, new_start = request.src_start + num_there, request.dst_start + num_there
             try:
-                copied = self._copy(base, head, slots.to(torch.int64), matched)
+                pool = self._pool()
+                _copy_rows_(pool, head.slots[matched : request.dst_start], slots[:num_head], old_start=0, new_start=0)
+                kept = source.slots[old_start - offset :][: num_new - num_head]
+                _copy_rows_(pool, kept, slots[num_head:], old_start=old_start, new_start=new_start)
             except BaseException:
                 self._radix.free(slots)
                 raise
-            self._radix.insert(
-                target_ids,
-                torch.cat([target.slots, slots.to(torch.int64)]),
-                matched=matched,
-                extra_key=request.extra_key,
-                cache_salt=request.own_salt,
-            )
+            self._insert(target_ids, request.own_salt, torch.cat([target.slots[:matched], slots]), matched=matched)
         finally:
             for lock in locks:
                 self._radix.unlock(lock)
-        return copied, num_new - copied
+        if not request.from_own and request.parked_from is None:
+            # Where an explicit splice has its base from is the conversation's from now on, for a later forget.
+            self._footprints.record(
+                self._radix, request.own_salt or "", self._sequence(self._base, request.shared_salt)
+            )
+        reply.copied, reply.moved = num_head, num_new - num_head
 
-    def _copy(self, base: Path, head: Path | None, slots: torch.Tensor, matched: int) -> int:
-        """Fill `slots`, the rows from `matched` on; return how many of them belong to the head."""
-        request = self._request
-        pool = compat.mla_pool(self._scheduler)
+    def _pool(self) -> MlaPool:
         compat.wait_for_forward(self._scheduler)
-        num_head = max(0, request.dst_start - matched)
-        if num_head:
-            assert head is not None
-            _copy_rows_(pool, head.slots[matched : request.dst_start], slots[:num_head], old_start=0, new_start=0)
-        num_there = max(0, matched - request.dst_start)
-        old_start, new_start = request.src_start + num_there, request.dst_start + num_there
-        kept = base.slots[old_start : old_start + len(slots) - num_head]
-        _copy_rows_(pool, kept, slots[num_head:], old_start=old_start, new_start=new_start)
-        return num_head
+        return compat.mla_pool(self._scheduler)
+
+
+def _sum(total: Purge, more: Purge, *, left: bool = True) -> Purge:
+    """Add up; `left=False` counts only what was dropped, where the rest is counted again later."""
+    return Purge(
+        dropped_tokens=total.dropped_tokens + more.dropped_tokens,
+        held_tokens=total.held_tokens + more.held_tokens * left,
+        shared_tokens=total.shared_tokens + more.shared_tokens * left,
+    )
 
 
 def _copy_rows_(pool: MlaPool, src: torch.Tensor, dst: torch.Tensor, *, old_start: int, new_start: int) -> None:
     """Copy a run of rows of every layer from `src` to `dst` slots and turn them to their new positions, in place."""
+    cos, sin = _table(pool, len(src), old_start, new_start)
     layout = MlaLayout(pool.kv_lora_rank, pool.qk_rope_head_dim)
-    if old_start == new_start:
-        cos, sin = delta_table(pool.inv_freq, 0)
-    else:
-        old_positions = torch.arange(old_start, old_start + len(src), device=src.device)
-        cos, sin = move_table(pool.inv_freq, old_positions, new_start - old_start)
     for buffer in pool.buffers:
         copy_rotate_(buffer, src, dst, layout=layout, cos=cos, sin=sin, is_neox_style=pool.is_neox_style)
+
+
+def _turn_rows_(pool: MlaPool, slots: torch.Tensor, *, old_start: int, new_start: int) -> None:
+    """Turn a run of rows of every layer to their new positions where they stand."""
+    if old_start == new_start:
+        return
+    cos, sin = _table(pool, len(slots), old_start, new_start)
+    layout = MlaLayout(pool.kv_lora_rank, pool.qk_rope_head_dim)
+    for buffer in pool.buffers:
+        rotate_(buffer, slots, layout=layout, cos=cos, sin=sin, is_neox_style=pool.is_neox_style)
+
+
+def _table(pool: MlaPool, num_rows: int, old_start: int, new_start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    if old_start == new_start:
+        return delta_table(pool.inv_freq, 0)
+    old_positions = torch.arange(old_start, old_start + num_rows, device=pool.inv_freq.device)
+    return move_table(pool.inv_freq, old_positions, new_start - old_start)

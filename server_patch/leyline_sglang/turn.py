@@ -11,10 +11,11 @@ import secrets
 import time
 from array import array
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from leyline_agent.core.plan import SplicePlan, SpliceStep, make_plan
-from leyline_agent.core.protocol import Directive, DirectiveOutcome, Note, Outcome, Reason, Status
+from leyline_agent.core.protocol import Directive, DirectiveOutcome, Note, Outcome, Purge, Reason, Status
+from leyline_agent.core.token_ids import common_prefix
 from leyline_agent.errors import PlanError
 from leyline_sglang.config import Config
 from leyline_sglang.io_types import CacheReply, CacheRequest, pack
@@ -33,12 +34,24 @@ _MAX_EDITS = 1024
 """Remembered of one turn. A `forget` of an older one gives up the whole namespace, as for any id that is in no log."""
 
 
+def salt_of(config: Config, conversation: Conversation) -> str:
+    """Return the `cache_salt` of a conversation's own namespace, which is also its tag in the scheduler."""
+    return own_salt(
+        config.secret,
+        conversation_hash=conversation.hashed_id,
+        caller_salt=conversation.scope[1],
+        nonce=conversation.nonce,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
     """How a request goes on: what was done, and the namespace it is served from."""
 
     outcome: Outcome
     cache_salt: str | None
+    tag: str
+    """Under which the scheduler takes note of what the request puts into the cache."""
     nonce: str
     edits: tuple[Edit, ...] = ()
     in_own: bool = False
@@ -61,21 +74,18 @@ class Turn:
     _started: float = field(default_factory=time.perf_counter)
     _prefilled: int = 0
     _moved: int = 0
+    _scheduler_ms: float = 0.0
+    _purge: Purge | None = None
 
     @property
     def own_salt(self) -> str:
         """The `cache_salt` of the conversation's own namespace."""
-        return own_salt(
-            self.config.secret,
-            conversation_hash=self.conversation.hashed_id,
-            caller_salt=self.conversation.scope[1],
-            nonce=self.conversation.nonce,
-        )
+        return salt_of(self.config, self.conversation)
 
     async def carry_out(self, note: Note) -> Served:
         """Do what the note asks for and choose the namespace that the request is served from."""
         base = self.conversation.turns.get(note.base) if note.base is not None else None
-        if note.forget:
+        if note.forget or note.mode == "forget":
             return await self._forget(note, base)
         if note.base is None and note.mode == "amortize":
             return await self._serve(Status.UNCHANGED)
@@ -95,7 +105,7 @@ class Turn:
         except PlanError as error:
             _, edits = self._left_of_difference(base)
             return await self._serve(Status.REFUSED, reason=Reason(error.reason), message=str(error), edits=edits)
-        return await self.splice(base_ids, directives, base_in_own=base.in_own, edits=base.edits)
+        return await self.splice(base_ids, directives, base_in_own=base.in_own, edits=base.edits, scrub=note.scrub)
 
     async def _reprefill(self, base: RememberedTurn | None) -> Served:
         """Serve nothing of the conversation's own rows right of the first difference from the base, whoever left them.
@@ -111,7 +121,7 @@ class Turn:
 
     def _left_of_difference(self, base: RememberedTurn) -> tuple[int, tuple[Edit, ...]]:
         """Return how far the prompt is the base, and the base's edits as far as there, where positions are the same."""
-        tokens = max(_common_prefix(sequence, self.new_ids) for sequence in base.sequences())
+        tokens = max(common_prefix(sequence, self.new_ids) for sequence in base.sequences())
         return tokens, tuple(edit for edit in base.edits if edit.position < tokens)
 
     async def splice(
@@ -121,10 +131,11 @@ class Turn:
         *,
         base_in_own: bool,
         edits: tuple[Edit, ...] = (),
+        scrub: bool = False,
     ) -> Served:
         """Carry out checked directives whose application to `base_ids` gives a prefix of `new_ids`.
 
-        `base_in_own` says in which namespace the base's rows are.
+        `base_in_own` says in which namespace the base's rows are; `scrub` is for directives that forget.
         """
         plan = make_plan(directives, base_tokens=len(base_ids))
         steps = self._steps(plan)
@@ -138,12 +149,12 @@ class Turn:
             message = f"{len(directives)} directives, of which the first {self.config.max_directives} are carried out"
         done_directives = steps[done - 1].directive_idx + 1 if done else 0
         carried = [secrets.token_hex(6) for _ in range(done_directives)]
-        new_edits = (*_carry_over(edits, plan), *_made(carried, plan))
+        new_edits = (*_carry_over(edits, plan), *_made(carried, plan, self.turn_id))
         kept = min(plan.prefix_tokens, max(look.base_shared, look.base_own)) if look and done else 0
         if plan.first_forget is not None:
             # Also after a refusal: what was to be forgotten must not be reached, whatever else failed.
             trim = plan.steps[plan.first_forget].replacement.start
-            await self._close_namespace(keep_tokens=trim)
+            await self._close_namespace(keep_tokens=trim, forget=True, scrub=scrub)
             new_edits = tuple(edit for edit in new_edits if edit.position < trim)
             look = None
         finished = reason is None
@@ -196,95 +207,98 @@ class Turn:
                 try:
                     self._prefilled += await self.prefill(self.new_ids[:head_tokens], head_salt)
                 except PlanError as error:
-                    return idx, Reason(error.reason), str(error), look
-            look = await self.ask(
-                self._request(
-                    base_ids,
-                    move=True,
-                    base_salt=self._salt(base_in_own),
-                    head_salt=head_salt,
-                    src_start=step.kept.src.start,
-                    src_end=step.kept.src.start + min(len(step.kept.src), limit - head_tokens),
-                    dst_start=head_tokens,
-                )
-            )
+                    return idx, Reason(error.reason), str(error), await self._give_up(base_ids, look)
+            request = self._request(base_ids, own=True)
+            request.move, request.in_place = True, self.config.in_place
+            request.from_own, request.head_from_own = base_in_own, base_in_own or idx > 0
+            request.removed_start = step.removed.start
+            request.src_start = step.kept.src.start
+            request.src_end = step.kept.src.start + min(len(step.kept.src), limit - head_tokens)
+            request.dst_start = head_tokens
+            request.more_follow = idx + 1 < len(steps)
+            request.parked_from = look.parked_from if look else None
+            # Set before, as there may be rows under the namespace whatever becomes of the answer.
+            had_namespace, self.conversation.has_namespace = self.conversation.has_namespace, True
+            before, look = look, await self._ask(request)
             if look.reason:
-                return idx, Reason(look.reason), look.message, look
-            self.conversation.has_namespace = True
+                self.conversation.has_namespace = had_namespace or look.new_own > 0
+                return idx, Reason(look.reason), look.message, await self._give_up(base_ids, before) or look
             self._moved += look.moved
         return len(steps), None, None, look
+
+    async def _give_up(self, base_ids: array[int], look: CacheReply | None) -> CacheReply | None:
+        """Drop what the last step left parked for the next one; return what is cached now."""
+        if look is None or look.parked_from is None:
+            return look
+        request = self._request(base_ids, own=True)
+        request.drop_parked = True
+        return await self._ask(request)
 
     def _salt(self, own: bool) -> str | None:
         return self.own_salt if own else self.conversation.scope[1]
 
     async def _forget(self, note: Note, base: RememberedTurn | None) -> Served:
-        """Serve the request from rows that no forgotten edit has touched: those left of the leftmost of them.
+        """Serve the request from rows that nothing forgotten has touched, and drop all others of this conversation.
 
-        An edit that the base's log does not know may have been anywhere, as may those that "all" stands for beside the
-        base's own, so nothing of the namespace is kept then.
+        Kept is what lies left of the first difference from the base and of every forgotten edit. An edit that the
+        base's log does not know may have been anywhere, as may those that "all" stands for beside the base's own, so
+        nothing of the namespace is kept then.
         """
         keep_tokens = 0
         edits: tuple[Edit, ...] = ()
         if base is not None and note.forget != "all":
             positions = {edit.edit_id: edit.position for edit in base.edits}
             if all(edit_id in positions for edit_id in note.forget):
-                first_difference = max(_common_prefix(s, self.new_ids) for s in base.sequences())
+                first_difference = max(common_prefix(s, self.new_ids) for s in base.sequences())
                 keep_tokens = min([first_difference, *(positions[edit_id] for edit_id in note.forget)])
                 edits = tuple(edit for edit in base.edits if edit.position < keep_tokens)
-        await self._close_namespace(keep_tokens=keep_tokens)
+        await self._close_namespace(keep_tokens=keep_tokens, forget=True, scrub=note.scrub)
         return await self._serve(Status.REPREFILL, edits=edits)
 
-    async def _close_namespace(self, *, keep_tokens: int) -> None:
+    async def _close_namespace(self, *, keep_tokens: int, forget: bool = False, scrub: bool = False) -> None:
         """Leave the conversation's namespace for a new one that holds the first `keep_tokens` of the prompt.
 
-        Nobody can name the old one any more; its rows age out. Rows of the shared namespace are clean anyway.
+        Nobody can name the old one any more, and its rows are dropped. With `forget`, so are those that this
+        conversation has in the shared namespace, right of where they differ from the prompt.
         """
-        had_namespace, closed_salt = self.conversation.has_namespace, self.own_salt
+        had_namespace = self.conversation.has_namespace
+        self.conversation.closing.append(self.own_salt)
         self.memory.close_namespace(self.conversation)
-        if not had_namespace or not keep_tokens:
-            return
-        kept = await self.ask(
-            CacheRequest(
-                base=pack(self.new_ids[:keep_tokens]),
-                new=pack(self.new_ids[:keep_tokens]),
-                extra_key=self.conversation.scope[0],
-                shared_salt=self.conversation.scope[1],
-                own_salt=self.own_salt,
-                move=True,
-                base_salt=closed_salt,
-                src_end=keep_tokens,
+        request = self._request(array("i"), own=True)
+        request.close = tuple(self.conversation.closing)
+        request.keep_tokens = keep_tokens if had_namespace else 0
+        request.forget, request.scrub = forget, scrub
+        closed = await self._ask(request)
+        if closed.reason:
+            # What could not be dropped now is with the next close; nobody is served from it meanwhile.
+            raise PlanError(closed.message, reason=Reason(closed.reason))
+        self.conversation.closing.clear()
+        self.conversation.has_namespace = closed.new_own > 0
+        if forget:
+            self._purge = Purge(
+                dropped_tokens=closed.dropped,
+                held_tokens=closed.held,
+                shared_tokens=closed.shared,
+                scrubbed_tokens=closed.scrubbed,
             )
-        )
-        self.conversation.has_namespace = kept.new_own > 0
 
     async def look(self, base_ids: array[int] | None = None) -> CacheReply:
         """Return how much is cached of the base and of the new ids, in both namespaces."""
-        return await self.ask(self._request(base_ids or array("i")))
+        return await self._ask(self._request(base_ids or array("i"), own=self.conversation.has_namespace))
 
-    def _request(
-        self,
-        base_ids: array[int],
-        *,
-        move: bool = False,
-        base_salt: str | None = None,
-        head_salt: str | None = None,
-        src_start: int = 0,
-        src_end: int = 0,
-        dst_start: int = 0,
-    ) -> CacheRequest:
+    async def _ask(self, request: CacheRequest) -> CacheReply:
+        reply = await self.ask(request)
+        self._scheduler_ms += reply.ms
+        return reply
+
+    def _request(self, base_ids: array[int], *, own: bool) -> CacheRequest:
         extra_key, caller_salt = self.conversation.scope
         return CacheRequest(
             base=pack(base_ids),
             new=pack(self.new_ids),
             extra_key=extra_key,
             shared_salt=caller_salt,
-            own_salt=self.own_salt if move or self.conversation.has_namespace else None,
-            move=move,
-            base_salt=base_salt,
-            head_salt=head_salt,
-            src_start=src_start,
-            src_end=src_end,
-            dst_start=dst_start,
+            own_salt=self.own_salt if own else None,
         )
 
     async def _serve(
@@ -317,9 +331,11 @@ class Turn:
             kept_tokens=kept_tokens,
             moved_tokens=self._moved,
             prefilled_tokens=self._prefilled,
+            purge=self._purge,
             ms=round((time.perf_counter() - self._started) * 1e3, 3),
+            scheduler_ms=round(self._scheduler_ms, 3),
         )
-        return Served(outcome, self._salt(in_own), self.conversation.nonce, edits[-_MAX_EDITS:], in_own)
+        return Served(outcome, self._salt(in_own), self.own_salt, self.conversation.nonce, edits[-_MAX_EDITS:], in_own)
 
 
 def _shown(directives: list[Directive], steps: list[SpliceStep], first_forget: int | None) -> list[DirectiveOutcome]:
@@ -335,7 +351,7 @@ def _shown(directives: list[Directive], steps: list[SpliceStep], first_forget: i
 
 def _carry_over(edits: tuple[Edit, ...], plan: SplicePlan) -> list[Edit]:
     """Return earlier edits at their positions in the new prompt; inside a removed span, at its left end."""
-    return [Edit(edit.edit_id, _new_position(edit.position, plan)) for edit in edits]
+    return [replace(edit, position=_new_position(edit.position, plan)) for edit in edits]
 
 
 def _new_position(position: int, plan: SplicePlan) -> int:
@@ -347,14 +363,8 @@ def _new_position(position: int, plan: SplicePlan) -> int:
     return position
 
 
-def _made(edit_ids: list[str], plan: SplicePlan) -> list[Edit]:
-    return [Edit(edit_id, step.replacement.start) for edit_id, step in zip(edit_ids, plan.steps, strict=False)]
-
-
-def _common_prefix(left: array[int], right: array[int]) -> int:
-    """Return the length of the common prefix, by halving: slices of arrays compare at memory speed."""
-    low, high = 0, min(len(left), len(right))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if left[low:middle] == right[low:middle] else (low, middle - 1)
-    return low
+def _made(edit_ids: list[str], plan: SplicePlan, turn_id: str | None) -> list[Edit]:
+    return [
+        Edit(edit_id, step.replacement.start, turn_id, len(step.removed), len(step.replacement))
+        for edit_id, step in zip(edit_ids, plan.steps, strict=False)
+    ]

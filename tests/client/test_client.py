@@ -12,12 +12,11 @@ from leyline_agent import (
     Client,
     Conversation,
     SpliceRejectedError,
-    SpliceRequest,
     SpliceTransportError,
     Status,
     UnsupportedServerError,
 )
-from leyline_agent.core.protocol import Directive, Outcome, Reason
+from leyline_agent.core.protocol import Outcome, Reason
 
 MESSAGES = [{"role": "user", "content": "u"}]
 CALL = {
@@ -195,34 +194,3 @@ async def test_async_client_sends_and_streams(server: Any) -> None:
 def test_stream_true_in_chat_is_refused(server: Any) -> None:
     with pytest.raises(ValueError, match=r"expected a call of stream\(\)"):
         client_of(server).chat(Conversation(), MESSAGES, stream=True)
-
-
-SPLICE = SpliceRequest(conversation="c" * 22, base_ids=(1, 2, 3), directives=(Directive(start=1, end=2),))
-
-
-def answering(status: int, body: Any) -> Client:
-    def handle(request: httpx.Request) -> httpx.Response:
-        assert request.url.path in ("/leyline/splice", "/leyline/capabilities")
-        return httpx.Response(status, json=body)
-
-    return Client("http://server", transport=httpx.MockTransport(handle))
-
-
-def test_explicit_splice_returns_the_reply_or_raises_the_reason() -> None:
-    reply = answering(200, {"outcome": {"status": "spliced"}, "token_ids": [1, 3]}).splice(SPLICE)
-    assert reply.token_ids == (1, 3)
-    with pytest.raises(SpliceRejectedError, match="evicted") as caught:
-        answering(409, {"reason": "evicted", "message": "gone"}).splice(SPLICE)
-    assert caught.value.reason == "evicted"
-    with pytest.raises(UnsupportedServerError, match="/leyline/splice is not found"):
-        answering(404, {}).splice(SPLICE)
-    with pytest.raises(SpliceTransportError, match="answered 500"):
-        answering(500, {}).splice(SPLICE)
-    with pytest.raises(SpliceTransportError, match="token_ids"):
-        answering(200, {"outcome": {"status": "spliced"}}).splice(SPLICE)
-
-
-def test_capabilities_are_returned_or_the_route_is_missing() -> None:
-    assert answering(200, {"version": 1}).capabilities() == {"version": 1}
-    with pytest.raises(UnsupportedServerError):
-        answering(404, {}).capabilities()

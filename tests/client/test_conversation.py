@@ -232,7 +232,7 @@ def test_unexplained_changes_amortize_is_the_users_to_set(server: Any, stub_old_
     assert (agent.send().mode, agent.note.forget) == ("amortize", ())
 
 
-def test_rule_that_forgets_says_reprefill_once(server: Any) -> None:
+def test_rule_that_forgets_says_forget_once(server: Any) -> None:
     rule = {"name": "secret", "select": {"role": "tool", "older_than": {"turns": 1}}, "replace": "-", "mode": "forget"}
     agent = Agent(server, Conversation(Policy.model_validate({"version": 1, "rules": [rule]})))
     modes = []
@@ -241,7 +241,7 @@ def test_rule_that_forgets_says_reprefill_once(server: Any) -> None:
         if agent.num_turns > 1:
             # Nothing to forget in it.
             agent.messages[-1]["content"] = ""
-    assert modes == ["amortize", "amortize", "reprefill", "amortize"]
+    assert modes == ["amortize", "amortize", "forget", "amortize"]
 
 
 def test_forgetting_rule_forgets_the_amortized_edit_of_the_same_message(agent: Agent) -> None:
@@ -251,7 +251,7 @@ def test_forgetting_rule_forgets_the_amortized_edit_of_the_same_message(agent: A
     agent.send()
     agent.conversation.edit(3, "[gone]", mode="forget")
     note = agent.send()
-    assert (note.mode, note.forget) == ("reprefill", ("e1",))
+    assert (note.mode, note.forget) == ("forget", ("e1",))
 
 
 def test_policy_without_rules_sends_the_same_request_as_without_us(server: Any) -> None:
@@ -269,6 +269,12 @@ def test_policy_without_rules_sends_notes_once_something_is_edited(server: Any) 
     agent.client.chat(agent.conversation, [{"role": "user", "content": "r"}], model="m")
     assert "custom_params" not in server.bodies[1]
     assert json.loads(server.bodies[2]["custom_params"]["leyline"]).get("base") is None
+
+
+@pytest.mark.parametrize("bad", ["", "me", "my-agent-conversation-number-000001"])
+def test_conversation_refuses_a_guessable_id(bad: str) -> None:
+    with pytest.raises(ValueError, match=r"the conversation id .* use secrets\.token_urlsafe\(24\)"):
+        Conversation(conversation_id=bad)
 
 
 def test_routing_key_is_stable_and_not_the_id(agent: Agent) -> None:
@@ -323,7 +329,9 @@ def test_process_that_does_not_know_what_was_amortized_forgets_all_of_it() -> No
     conversation = Conversation.for_thread("k" * 16, "thread")
     messages = [{"role": "user", "content": "go"}, {"role": "user", "content": "the key is sk-1"}]
     conversation.edit(messages[1], "[secret]", mode="forget")
-    assert conversation.prepare({"messages": messages}).note.forget == "all"
+    note = conversation.prepare({"messages": messages}).note
+    assert (note.mode, note.forget) == ("forget", "all")
     fresh = Conversation()
     fresh.edit(messages[1], "[secret]", mode="forget")
-    assert fresh.prepare({"messages": messages}).note.forget == ()
+    note = fresh.prepare({"messages": messages}).note
+    assert (note.mode, note.forget) == ("amortize", ())

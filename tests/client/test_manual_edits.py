@@ -64,13 +64,13 @@ def test_edit_is_amortized_and_undone_says_reprefill() -> None:
     assert undone.unexplained == ("the edit of message 2 was undone",)
 
 
-def test_forget_says_reprefill() -> None:
+def test_edit_that_forgets_says_forget() -> None:
     conversation = Conversation()
     conversation.commit(prepare(conversation), {"role": "assistant", "content": "x"})
     conversation.edit(2, "A", mode="forget")
     turn = prepare(conversation, [*HISTORY, {"role": "assistant", "content": "x"}])
     assert turn.note is not None
-    assert turn.note.mode == "reprefill"
+    assert turn.note.mode == "forget"
 
 
 def test_one_of_equal_messages_is_edited_by_occurrence() -> None:

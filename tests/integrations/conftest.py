@@ -106,3 +106,14 @@ def read_tool() -> Any:
 def stub_old_outputs() -> Policy:
     rule = {"name": "old", "select": {"role": "tool", "older_than": {"turns": 1}}, "replace": "[gone]"}
     return Policy.model_validate({"version": 1, "rules": [rule]})
+
+
+@pytest.fixture
+def forget_old_outputs() -> Policy:
+    rule = {
+        "name": "old",
+        "select": {"role": "tool", "older_than": {"turns": 1}},
+        "replace": "[gone]",
+        "mode": "forget",
+    }
+    return Policy.model_validate({"version": 1, "rules": [rule]})

@@ -68,6 +68,11 @@ def test_notes_chain_turns_and_amortize(
     assert conversation.telemetry.cached_tokens == 3 * 40
 
 
+def test_scrub_reaches_the_notes(server: Any, make_model: Make, read_tool: Any, forget_old_outputs: Policy) -> None:
+    run(make_model(), read_tool, LeylineMiddleware(forget_old_outputs, scrub=True))
+    assert [(note.get("mode"), note.get("scrub")) for note in server.notes] == [(None, None)] * 2 + [("forget", True)]
+
+
 def test_state_is_what_it_is_without_us(make_model: Make, read_tool: Any, stub_old_outputs: Policy) -> None:
     def dump(state: dict[str, Any]) -> list[dict[str, Any]]:
         return [message.model_dump(exclude={"id"}) for message in state["messages"]]

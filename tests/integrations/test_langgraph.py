@@ -76,6 +76,12 @@ def test_threads_are_conversations_and_no_thread_is_found_by_its_messages(
     assert len(set(ids)) == 3
 
 
+def test_scrub_reaches_the_notes(server: Any, make_model: Make, read_tool: Any, forget_old_outputs: Policy) -> None:
+    model = with_leyline(make_model().bind_tools([read_tool]), forget_old_outputs, scrub=True)
+    graph_of(model, read_tool).invoke(ASK, CONFIG)
+    assert [(note.get("mode"), note.get("scrub")) for note in server.notes] == [(None, None)] * 2 + [("forget", True)]
+
+
 def test_bound_and_called_settings_survive(server: Any, make_model: Make, read_tool: Any) -> None:
     bare = make_model(extra_body={"top_k": 1}).bind_tools(
         [read_tool], extra_body={"top_k": 2}, extra_headers={"x-a": "1"}

@@ -1,7 +1,7 @@
 import pytest
 import torch
 from leyline_kernels.layout import KeyLayout, MlaLayout
-from leyline_kernels.reference import copy_rotate_, rotate_rows
+from leyline_kernels.reference import copy_rotate_, rotate_, rotate_rows
 from leyline_kernels.rope_tables import delta_table, move_table
 
 LAYOUTS = {
@@ -186,6 +186,26 @@ def test_a_delta_of_0_leaves_every_bit(make_inv_freq, layout, dtype, is_neox_sty
 
 
 @styles
+@layouts
+@dtypes
+def test_a_row_with_a_delta_of_0_among_others_keeps_every_bit(make_inv_freq, layout, dtype, is_neox_style):
+    rows = random_rows(layout, 4, dtype=dtype)
+    rows[1] = -0.0
+    rows[2] = torch.inf
+    found = moved(rows, layout, make_inv_freq(rope_dim(layout)), torch.tensor([5, 0, 0, 5]), is_neox_style)
+    assert torch.equal(bits(found[1:3]), bits(rows[1:3]))
+    assert not torch.equal(found[[0, 3]], rows[[0, 3]])
+
+
+@styles
+def test_a_half_turn_negates_though_its_sine_is_0(is_neox_style):
+    layout, half_turn = LAYOUTS["partial"], {"cos": -torch.ones(24), "sin": torch.zeros(24)}
+    rows = random_rows(layout, 2)
+    found = rotate_rows(rows, layout=layout, **half_turn, is_neox_style=is_neox_style)
+    assert torch.equal(found[..., layout.band], -rows[..., layout.band])
+
+
+@styles
 def test_a_delta_for_each_row_turns_each_by_its_own(make_inv_freq, is_neox_style):
     layout = LAYOUTS["partial"]
     rows, inv_freq = random_rows(layout, 3), make_inv_freq(48)
@@ -238,6 +258,46 @@ def test_rows_are_copied_turned_and_no_other_slot_is_read_or_written(
     assert not buffer[dst].isnan().any()
 
 
+@styles
+@layouts
+@dtypes
+@pytest.mark.parametrize("slots", [[], [5], [11, 2, 7, 3]], ids=["none", "one", "scattered"])
+@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+def test_rows_turn_where_they_stand_and_no_other_slot_or_column_changes(
+    layout, dtype, is_neox_style, slots, slot_dtype
+):
+    buffer = random_rows(layout, 16, dtype=dtype)
+    buffer[[slot for slot in range(16) if slot not in slots]] = torch.nan
+    cos, sin = delta_table(torch.linspace(1, 0.01, rope_dim(layout) // 2), -1988)
+    options = {"layout": layout, "cos": cos, "sin": sin, "is_neox_style": is_neox_style}
+    expected = buffer.clone()
+    expected[slots] = rotate_rows(buffer[slots], **options)
+    rotate_(buffer, torch.tensor(slots, dtype=slot_dtype), **options)
+    assert torch.equal(bits(buffer), bits(expected))
+
+
+@styles
+@layouts
+@dtypes
+def test_a_turn_in_place_gives_the_bits_of_any_copy(make_inv_freq, layout, dtype, is_neox_style):
+    # 301 rows, turned in one piece or copied in pieces, so that a key lies in other lanes of the processor each time.
+    inv_freq, num_rows = make_inv_freq(rope_dim(layout)), 301
+    rows = random_rows(layout, num_rows, dtype=dtype)
+    cos, sin = move_table(inv_freq, torch.arange(40_000, 40_000 + num_rows), -1988)
+    options = {"layout": layout, "is_neox_style": is_neox_style}
+    in_place = rows.clone()
+    rotate_(in_place, torch.arange(num_rows), cos=cos, sin=sin, **options)
+
+    onto_itself = rows.clone()
+    copy_rotate_(onto_itself, torch.arange(num_rows), torch.arange(num_rows), cos=cos, sin=sin, **options)
+    assert torch.equal(bits(in_place), bits(onto_itself))
+    elsewhere = torch.cat((torch.zeros_like(rows), rows))
+    for start, end in ((0, 1), (1, 4), (4, num_rows)):
+        src = torch.arange(num_rows + start, num_rows + end)
+        copy_rotate_(elsewhere, src, src - num_rows, cos=cos[start:end], sin=sin[start:end], **options)
+    assert torch.equal(bits(in_place), bits(elsewhere[:num_rows]))
+
+
 def table(num_pairs=32):
     return {"cos": torch.ones(num_pairs), "sin": torch.zeros(num_pairs)}
 
@@ -271,4 +331,26 @@ def test_a_refused_copy_leaves_the_buffer_as_it_was(src, dst, changed, error, wa
     options = {"layout": layout, **table(), "is_neox_style": False, **changed}
     with pytest.raises(error, match=wanted):
         copy_rotate_(buffer, torch.tensor(src), torch.tensor(dst), **options)
+    assert torch.equal(buffer, before)
+
+
+@pytest.mark.parametrize(
+    ("slots", "changed", "error", "wanted"),
+    [
+        pytest.param([1.0], {}, ValueError, "slots: got torch.float32", id="float_slots"),
+        pytest.param([[3]], {}, ValueError, r"slots: .* of shape \(1, 1\)", id="slot_matrix"),
+        pytest.param([3, 16], {}, IndexError, "out of range", id="beyond"),
+        pytest.param([3, -1], {}, IndexError, "out of range", id="negative"),
+        pytest.param([3], {"cos": torch.zeros(16)}, ValueError, r"cos: .* shape \(16,\), expected", id="table_width"),
+        pytest.param([3], {"sin": torch.ones(2, 32)}, ValueError, r"sin: .* shape \(2, 32\)", id="table_rows"),
+        pytest.param([3], {"layout": MlaLayout(8, 64)}, ValueError, "rows: got shape", id="layout"),
+    ],
+)
+def test_a_refused_turn_leaves_the_buffer_as_it_was(slots, changed, error, wanted):
+    buffer = random_rows(LAYOUTS["mla"], 16)
+    before = buffer.clone()
+    # A quarter turn, which shows wherever it was made.
+    options = {"layout": LAYOUTS["mla"], "cos": torch.zeros(32), "sin": torch.ones(32), "is_neox_style": False}
+    with pytest.raises(error, match=wanted):
+        rotate_(buffer, torch.tensor(slots), **{**options, **changed})
     assert torch.equal(buffer, before)

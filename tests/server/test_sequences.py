@@ -40,7 +40,7 @@ def test_a_turn_is_replaced_under_its_id_and_the_oldest_go() -> None:
 
 def test_every_choice_is_a_sequence_and_a_running_turn_has_its_prompt() -> None:
     assert _turn(3).sequences() == [array("i", [0, 1, 2])]
-    turn = _turn(2, outputs=(array("i", [7]), array("i", [8, 9])), edits=(Edit("e", 1),))
+    turn = _turn(2, outputs=(array("i", [7]), array("i", [8, 9])), edits=(Edit("e", 1, "1", 4, 2),))
     assert turn.sequences() == [array("i", [0, 1, 7]), array("i", [0, 1, 8, 9])]
     assert turn.num_tokens == 5
 

@@ -1,0 +1,244 @@
+"""What each conversation has put into the radix cache, so that it can be taken out again. Lives in the scheduler.
+
+The cache cannot be asked for the sequences of a namespace, nor which of the caller's shared namespace came from one
+conversation. So requests and splices report what they insert, under the *tag* of their conversation: the `cache_salt`
+of its own namespace. A tag is closed when nobody may be served from that namespace any more; from then on whatever is
+found under it is dropped, now or when the request that holds it ends.
+
+Runs alike on every tensor-parallel rank: what it decides depends on the requests and the radix cache only.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from leyline_agent.core.protocol import Purge
+from leyline_agent.core.token_ids import common_prefix
+from leyline_sglang import compat
+from leyline_sglang.compat import RadixPort
+from leyline_sglang.namespaces import is_own_salt
+
+_MAX_SEQUENCES = 256
+"""Kept of one tag; the rows of the least recently used one go then, as far as nothing else needs them."""
+_MAX_CLOSED = 256
+"""Closed tags that are remembered for requests that still run under them."""
+_NOTHING = array("q")
+_TOKENS_PER_SLOT = 8
+"""Bound of all kept sequences, in tokens for each slot of the pool: sequences of one conversation have most of their
+tokens in common."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """Token ids that were inserted into one namespace."""
+
+    extra_key: str | None
+    salt: str | None
+    token_ids: array[int]
+
+    @property
+    def in_own(self) -> bool:
+        """Whether it is in the conversation's own namespace; else in the caller's, shared one."""
+        return is_own_salt(self.salt)
+
+    def namespace(self) -> tuple[str | None, str | None]:
+        """Return what keys it beside its ids."""
+        return self.extra_key, self.salt
+
+
+@dataclass(slots=True)
+class _Closed:
+    keep: array[int]
+    """With `forget`: what may stay in the shared namespace, the prompt that came with the close."""
+    forget: bool
+    scrub: bool
+    successor: str | None
+    """The open tag that goes on for the conversation."""
+
+
+@dataclass(slots=True)
+class Footprints:
+    """Sequences by tag, least recently used first to go."""
+
+    _tags: OrderedDict[str, list[Sequence]] = field(default_factory=OrderedDict)
+    _num_tokens: int = 0
+    _closed: OrderedDict[str, _Closed] = field(default_factory=OrderedDict)
+    _due: set[str] = field(default_factory=set)
+    """Closed tags of which something was left or has come since."""
+
+    def sequences(self, tag: str) -> list[Sequence]:
+        """Return what is known to have been inserted under a tag; some of it may be evicted by now."""
+        return list(self._tags.get(tag, ()))
+
+    @property
+    def due(self) -> bool:
+        """Whether a closed tag still has rows, so that `retry` is worth a call."""
+        return bool(self._due)
+
+    def record(self, radix: RadixPort, tag: str, sequence: Sequence) -> None:
+        """Keep a sequence that was just inserted; one that it goes on from is the same one."""
+        closed = self._closed.get(tag)
+        if closed is not None and not closed.forget and closed.successor and not sequence.in_own:
+            tag = closed.successor
+        if tag in self._closed:
+            self._due.add(tag)
+        known = self.sequences(tag)
+        for idx, other in enumerate(known):
+            if other.namespace() == sequence.namespace() and _same_start(other.token_ids, sequence.token_ids):
+                del known[idx]
+                sequence = max(other, sequence, key=lambda either: len(either.token_ids))
+                break
+        known.append(sequence)
+        if len(known) > _MAX_SEQUENCES:
+            self._drop(radix, known.pop(0), keep_tokens=0)
+        self._set(tag, known)
+        self._shrink(radix)
+
+    def cut(self, tag: str, path: Sequence, keep_tokens: int) -> None:
+        """Take note that a path was taken out of the cache from `keep_tokens` on."""
+        kept: list[Sequence] = []
+        for sequence in self.sequences(tag):
+            if sequence.namespace() == path.namespace():
+                shared = common_prefix(sequence.token_ids, path.token_ids)
+                if shared > keep_tokens:
+                    sequence = Sequence(*sequence.namespace(), sequence.token_ids[:keep_tokens])
+            kept.append(sequence)
+        self._set(tag, kept)
+
+    def drop_parked(self, radix: RadixPort, tag: str, salt: str) -> None:
+        """Drop what an earlier splice left parked under `salt`."""
+        known = self.sequences(tag)
+        parked = [sequence for sequence in known if sequence.salt == salt]
+        for sequence in parked:
+            self._drop(radix, sequence, keep_tokens=0)
+        if parked:
+            self._set(tag, [sequence for sequence in known if sequence.salt != salt])
+
+    def close(self, tag: str, *, keep: array[int], forget: bool, scrub: bool, successor: str | None) -> None:
+        """Close a tag. Call `empty` next. Without `forget`, the successor takes over what is shared."""
+        for earlier in self._closed.values():
+            # Requests under the conversation's earlier tags may still run.
+            if earlier.successor == tag:
+                earlier.successor = successor
+                if forget:
+                    # Nor may what was kept then stay, where it is to be forgotten now.
+                    until = common_prefix(earlier.keep, keep) if earlier.forget else len(keep)
+                    earlier.forget, earlier.keep = True, keep[:until]
+        self._closed[tag] = _Closed(keep if forget else array("q"), forget, scrub, successor)
+        self._closed.move_to_end(tag)
+        while len(self._closed) > _MAX_CLOSED:
+            gone, _ = self._closed.popitem(last=False)
+            self._due.discard(gone)
+        if not forget and successor is not None:
+            known = self.sequences(tag)
+            self._set(tag, [sequence for sequence in known if sequence.in_own])
+            shared = [sequence for sequence in known if not sequence.in_own]
+            self._set(successor, self.sequences(successor) + shared)
+
+    def empty(self, radix: RadixPort, tag: str, *, keep_own: array[int] = _NOTHING) -> Purge:
+        """Drop what a closed tag has, as far as nobody holds it or goes on from it.
+
+        Kept are `keep_own` in its own namespace and, where the close was to forget, what is the prompt's in the
+        shared one, else all of that.
+        """
+        closed = self._closed[tag]
+        dropped = 0
+        held: set[int] = set()
+        shared: set[int] = set()
+        left: list[Sequence] = []
+        sequences = self.sequences(tag)
+        keeps = [_keep_tokens(sequence, closed, keep_own) for sequence in sequences]
+        for sequence, keep_tokens in zip(sequences, keeps, strict=True):
+            dropped += self._drop(radix, sequence, keep_tokens=keep_tokens)
+        # Counted once all are gone that can go: until then one sequence holds up the other.
+        for sequence, keep_tokens in zip(sequences, keeps, strict=True):
+            path = radix.match(sequence.token_ids, *sequence.namespace())
+            held_until = max(keep_tokens, radix.unlocked_from(path))
+            held |= set(path.slots[keep_tokens:held_until].tolist())
+            shared |= set(path.slots[held_until:].tolist())
+            if held_until > keep_tokens or (sequence.in_own and len(path)):
+                left.append(Sequence(*sequence.namespace(), sequence.token_ids[: len(path)]))
+        self._set(tag, left)
+        if held:
+            self._due.add(tag)
+        else:
+            self._due.discard(tag)
+        return Purge(dropped_tokens=dropped, held_tokens=len(held), shared_tokens=len(shared - held))
+
+    def retry(self, scheduler: Any, radix: RadixPort) -> None:
+        """Drop what requests under closed tags held until now, and scrub where that was asked."""
+        scrub = False
+        for tag in sorted(self._due):
+            purge = self.empty(radix, tag)
+            scrub |= self._closed[tag].scrub and purge.dropped_tokens > 0
+        if scrub:
+            compat.scrub_free_slots(scheduler)
+
+    def own_slots(self, radix: RadixPort, tag: str) -> int:
+        """Return how many slots a conversation's own namespace holds."""
+        slots: set[int] = set()
+        for sequence in self._tags.get(tag, ()):
+            if sequence.in_own:
+                slots |= set(radix.match(sequence.token_ids, *sequence.namespace()).slots.tolist())
+        return len(slots)
+
+    def _drop(self, radix: RadixPort, sequence: Sequence, *, keep_tokens: int) -> int:
+        """Free what can be taken of a sequence's rows from `keep_tokens` on; return how many."""
+        if keep_tokens >= len(sequence.token_ids):
+            return 0
+        slots = radix.take(sequence.token_ids, *sequence.namespace(), from_token=keep_tokens)
+        if len(slots):
+            radix.free(slots)
+        return len(slots)
+
+    def _set(self, tag: str, sequences: list[Sequence]) -> None:
+        known = self._tags.pop(tag, [])
+        self._num_tokens += sum(len(s.token_ids) for s in sequences) - sum(len(s.token_ids) for s in known)
+        kept = [sequence for sequence in sequences if sequence.token_ids]
+        if kept:
+            self._tags[tag] = kept
+
+    def _shrink(self, radix: RadixPort) -> None:
+        limit = _TOKENS_PER_SLOT * radix.counts()["size"]
+        if self._num_tokens <= limit:
+            return
+        for tag, known in list(self._tags.items()):
+            # What was evicted since is no footprint any more.
+            cached = [(s, len(radix.match(s.token_ids, *s.namespace()))) for s in known]
+            self._set(tag, [Sequence(*s.namespace(), s.token_ids[:tokens]) for s, tokens in cached])
+        # Well below the bound, so that not every insertion comes here.
+        while self._num_tokens > limit * 3 // 4 and len(self._tags) > 1:
+            oldest = next(iter(self._tags))
+            for sequence in self.sequences(oldest):
+                self._drop(radix, sequence, keep_tokens=0)
+            self._set(oldest, [])
+
+
+def _same_start(left: array[int], right: array[int]) -> bool:
+    """Whether one goes on from the other."""
+    shorter = min(len(left), len(right))
+    # The last token tells most that differ, without a look at the rest.
+    return left[shorter - 1] == right[shorter - 1] and left[:shorter] == right[:shorter]
+
+
+_OF_TREE: WeakKeyDictionary[Any, Footprints] = WeakKeyDictionary()
+
+
+def footprints_of(tree: Any) -> Footprints:
+    """Return the footprints in a radix cache."""
+    return _OF_TREE.setdefault(tree, Footprints())
+
+
+def forget_footprints(tree: Any) -> None:
+    """Forget them all, as after a reset of the cache."""
+    _OF_TREE.pop(tree, None)
+
+
+def _keep_tokens(sequence: Sequence, closed: _Closed, keep_own: array[int]) -> int:
+    if sequence.in_own:
+        return common_prefix(sequence.token_ids, keep_own)
+    return common_prefix(sequence.token_ids, closed.keep) if closed.forget else len(sequence.token_ids)
