@@ -21,10 +21,10 @@ _CHARS = frozenset(_ALPHABET)
 _HEX = frozenset("0123456789abcdef")
 _SYMBOLS = bytes.maketrans(_ALPHABET.encode(), bytes(range(len(_ALPHABET))))
 # In a given code at most 2^96 strings have a description of 96 bits. So of random ids, of which there are 2^128 or
-# more, each of the three codes below refuses one in 2^32 at most, and all of them 7e-10.
+# more, each of the two codes below refuses one in 2^32 at most: 5e-10 together.
 _GUESSABLE_BITS = 96
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-_T_OF_A_TIME = re.compile(r"(?<=\d)[Tt](?=\d)")
+_T_OF_A_TIME = re.compile(r"(?<=\d\d)[Tt](?=\d\d[-:])")
 # Words and numbers with separators, or fewer letters than 128 bits of base32, which may be letters alone, have.
 _WORDS = re.compile(r"([a-z]{2,}\d*|\d+)([\W_]([a-z]{2,}\d*|\d+))+|[a-z]{2,25}")
 _FIVE_CONSONANTS = re.compile(r"[bcdfghjklmnpqrstvwxz]{5}")
@@ -76,13 +76,15 @@ def _is_words(text: str) -> bool:
 
 
 def _description_bits(symbols: bytes) -> float:
-    """Return the length of the shortest of three descriptions: which symbols occur, copies, copies among the steps."""
+    """Return the length of the shorter of two descriptions: which symbols occur and where, and copies.
+
+    Copied are the steps from symbol to symbol, which repeat both where the symbols do and where they count.
+    """
     size = next(size for size in _SIZES if max(symbols) < size)
     num_distinct = len(set(symbols))
     steps = bytes([(after - before) % size for before, after in pairwise(b"\0" + symbols)])
     return min(
         log2(comb(size, num_distinct)) + len(symbols) * log2(num_distinct),
-        _copy_bits(symbols, log2(size)),
         _copy_bits(steps, log2(size)),
     )
 

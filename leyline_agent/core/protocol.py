@@ -97,6 +97,12 @@ class _Wire(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
 
+class _Reply(_Wire):
+    """What a server says: a newer one may say more."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
 class Directive(_Wire):
     """Replace the base's tokens `[start, end)` by `replacement_ids` (R)."""
 
@@ -151,7 +157,7 @@ class Note(_Wire):
         return self
 
 
-class DirectiveOutcome(_Wire):
+class DirectiveOutcome(_Reply):
     """What became of one directive."""
 
     start: int
@@ -162,10 +168,8 @@ class DirectiveOutcome(_Wire):
     """Names the edit in a later note's `forget`; None where the directive was not carried out."""
 
 
-class Purge(_Wire):
+class Purge(_Reply):
     """What a `forget` or a release did to the rows that the conversation had cached. In tokens, one slot each."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
     dropped_tokens: int = 0
     """Dropped from the cache; their slots are free."""
@@ -177,10 +181,8 @@ class Purge(_Wire):
     """Slots that were zeroed: every one that neither the cache nor a running request refers to."""
 
 
-class Outcome(_Wire):
+class Outcome(_Reply):
     """What the server did with a note. Tokens are those of this request's prompt."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
     v: int = PROTOCOL_VERSION
     status: Status
@@ -220,7 +222,7 @@ class SpliceRequest(_Wire):
     """With a directive that forgets: as in a note."""
 
 
-class SpliceReply(_Wire):
+class SpliceReply(_Reply):
     """Answer of `POST /leyline/splice`. A 4xx carries `{reason, message}` instead."""
 
     outcome: Outcome
@@ -247,14 +249,14 @@ class AdminReleaseRequest(_Wire):
     scrub: bool = False
 
 
-class ReleaseReply(_Wire):
+class ReleaseReply(_Reply):
     """Answer of `POST /leyline/release`."""
 
     conversation_hash: str
     purge: Purge
 
 
-class PastEdit(_Wire):
+class PastEdit(_Reply):
     """An amortized edit that still acts on what is cached. Positions and lengths, no text."""
 
     edit_id: str
@@ -266,7 +268,7 @@ class PastEdit(_Wire):
     replacement_tokens: int
 
 
-class TurnState(_Wire):
+class TurnState(_Reply):
     """One remembered turn."""
 
     turn: str
@@ -278,7 +280,7 @@ class TurnState(_Wire):
     edits: tuple[PastEdit, ...] = ()
 
 
-class ConversationState(_Wire):
+class ConversationState(_Reply):
     """Answer of `GET /leyline/conversation`, newest turn last."""
 
     conversation_hash: str

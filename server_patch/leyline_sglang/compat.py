@@ -13,6 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -266,6 +267,14 @@ class RadixPort:
         slots = self._tree.path_device_indices(found.last_device_node)[: found.device_prefix_len]
         return Path(found.last_device_node, slots.to(torch.int64))
 
+    def lock(self, path: Path) -> Any:
+        """Keep a path from being evicted until `unlock`."""
+        return self._tree.lock(path.node)
+
+    def unlock(self, lock: Any) -> None:
+        """Give back what `lock` returned."""
+        self._tree.unlock(lock)
+
     def unlocked_from(self, path: Path) -> int:
         """Return from which token on a path is held by nobody; what holds a token holds all that lie left of it."""
         if not len(path):
@@ -287,19 +296,13 @@ class RadixPort:
             start, children = node.path_start, 1
         return max(start, self.unlocked_from(path))
 
-    def take(
-        self, token_ids: array[int], extra_key: str | None, cache_salt: str | None, *, from_token: int
-    ) -> torch.Tensor:
-        """Take the end of a cached sequence out of the tree; return its slots, which are the caller's from now on.
+    def take(self, path: Path, start: int) -> torch.Tensor:
+        """Take a path out of the tree from `start` on; return its slots, which are the caller's from now on.
 
-        From `from_token` on, or from where it can be taken (`takeable_from`), if that lies further right.
+        `start` must not lie left of `takeable_from`, and between two nodes: where a match has ended before.
         """
         from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
 
-        # A match splits the node that it ends in, so that the cut is between two nodes.
-        self.match(token_ids[:from_token], extra_key, cache_salt)
-        path = self.match(token_ids, extra_key, cache_salt)
-        start = max(from_token, self.takeable_from(path))
         taken: list[torch.Tensor] = []
         core = self._tree.tree_core
         for node in reversed(core.collect_path_info([path.node])[0] if len(path) else ()):
@@ -310,14 +313,6 @@ class RadixPort:
             taken[:0] = result.device_frees.pop(BASE_COMPONENT_TYPE)
             self._tree._apply_cache_actions(result.cache_actions)
         return torch.cat(taken).to(torch.int64) if taken else path.slots[:0]
-
-    def lock(self, path: Path) -> Any:
-        """Keep a path from being evicted until `unlock`."""
-        return self._tree.lock(path.node)
-
-    def unlock(self, lock: Any) -> None:
-        """Give back what `lock` returned."""
-        self._tree.unlock(lock)
 
     def allocate(self, num_slots: int) -> torch.Tensor | None:
         """Return `num_slots` free slots, evicting what nobody holds; None where the pool cannot give them.
@@ -381,17 +376,23 @@ class MlaPool:
     is_neox_style: bool
 
 
+_POOLS: WeakKeyDictionary[Any, MlaPool] = WeakKeyDictionary()
+"""To find the rotary embedding walks the model, which a splice should not pay for."""
+
+
 def mla_pool(scheduler: Any) -> MlaPool:
     """Return the pool, with the rotary frequencies of the model that fills it."""
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-    rotary = _rotary_embeddings(scheduler)[0]
-    return MlaPool(
-        buffers=list(pool.kv_buffer),
-        kv_lora_rank=pool.kv_lora_rank,
-        qk_rope_head_dim=pool.qk_rope_head_dim,
-        inv_freq=_inv_freq(rotary).to(pool.kv_buffer[0].device),
-        is_neox_style=bool(rotary.is_neox_style),
-    )
+    if pool not in _POOLS:
+        rotary = _rotary_embeddings(scheduler)[0]
+        _POOLS[pool] = MlaPool(
+            buffers=pool.kv_buffer,
+            kv_lora_rank=pool.kv_lora_rank,
+            qk_rope_head_dim=pool.qk_rope_head_dim,
+            inv_freq=_inv_freq(rotary).to(pool.kv_buffer[0].device),
+            is_neox_style=bool(rotary.is_neox_style),
+        )
+    return _POOLS[pool]
 
 
 def scrub_free_slots(scheduler: Any) -> int:

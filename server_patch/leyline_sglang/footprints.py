@@ -124,6 +124,7 @@ class Footprints:
             # Requests under the conversation's earlier tags may still run.
             if earlier.successor == tag:
                 earlier.successor = successor
+                earlier.scrub |= scrub
                 if forget:
                     # Nor may what was kept then stay, where it is to be forgotten now.
                     until = common_prefix(earlier.keep, keep) if earlier.forget else len(keep)
@@ -138,6 +139,10 @@ class Footprints:
             self._set(tag, [sequence for sequence in known if sequence.in_own])
             shared = [sequence for sequence in known if not sequence.in_own]
             self._set(successor, self.sequences(successor) + shared)
+
+    def due_before(self, successor: str | None) -> list[str]:
+        """Return the conversation's closed tags of which something is held still."""
+        return sorted(tag for tag in self._due if self._closed[tag].successor == successor)
 
     def empty(self, radix: RadixPort, tag: str, *, keep_own: array[int] = _NOTHING) -> Purge:
         """Drop what a closed tag has, as far as nobody holds it or goes on from it.
@@ -190,7 +195,10 @@ class Footprints:
         """Free what can be taken of a sequence's rows from `keep_tokens` on; return how many."""
         if keep_tokens >= len(sequence.token_ids):
             return 0
-        slots = radix.take(sequence.token_ids, *sequence.namespace(), from_token=keep_tokens)
+        # A match splits the node that it ends in, so that the cut is between two nodes.
+        radix.match(sequence.token_ids[:keep_tokens], *sequence.namespace())
+        path = radix.match(sequence.token_ids, *sequence.namespace())
+        slots = radix.take(path, max(keep_tokens, radix.takeable_from(path)))
         if len(slots):
             radix.free(slots)
         return len(slots)

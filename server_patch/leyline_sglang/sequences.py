@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass, field
 
 from leyline_sglang.namespaces import new_nonce
@@ -88,6 +88,8 @@ class SequenceMemory:
         self._memory_tokens = memory_tokens
         self._scope_memory_tokens = scope_memory_tokens
         self._conversations: OrderedDict[tuple[Scope, str], Conversation] = OrderedDict()
+        self._holding: dict[Scope | None, OrderedDict[str, Conversation]] = defaultdict(OrderedDict)
+        """Those with turns, of each scope and, under None, of all: what a bound takes from."""
         self._scope_tokens: Counter[Scope] = Counter()
 
     def __len__(self) -> int:
@@ -105,21 +107,20 @@ class SequenceMemory:
         if conversation is None:
             conversation = self._conversations[key] = Conversation(*key)
         self._conversations.move_to_end(key)
+        if conversation.turns:
+            self._hold(conversation)
         while len(self._conversations) > self._max_conversations:
-            self._evict(next(iter(self._conversations)))
+            _, oldest = self._conversations.popitem(last=False)
+            self.close_namespace(oldest)
         return conversation
 
     def find(self, scope: Scope, conversation_id: str) -> Conversation | None:
-        """Return a conversation that is known, or None."""
+        """Return a conversation that is known, or None. Released or with all turns pushed out it still is."""
         return self._conversations.get((scope, hash_id(conversation_id)))
 
     def find_hashed(self, hashed_id: str) -> list[Conversation]:
         """Return the conversations with a hashed id, one for each caller's namespace."""
         return [conversation for (_, known), conversation in self._conversations.items() if known == hashed_id]
-
-    def release(self, conversation: Conversation) -> None:
-        """Forget a conversation; a turn of it that still runs is not remembered."""
-        self._evict((conversation.scope, conversation.hashed_id))
 
     def remember(self, conversation: Conversation, turn_id: str, turn: RememberedTurn, *, nonce: str) -> None:
         """Keep a turn, replacing what was kept under the same id, and drop what is over the bounds.
@@ -133,6 +134,7 @@ class SequenceMemory:
         self._drop(conversation, turn_id)
         conversation.turns[turn_id] = turn
         self._account(conversation, turn.num_tokens)
+        self._hold(conversation)
         while (
             len(conversation.turns) > self._turns_per_conversation
             or conversation.num_tokens > self._conversation_memory_tokens
@@ -144,8 +146,7 @@ class SequenceMemory:
         """Start a new namespace and forget every turn: none of their rows can be reached any more."""
         conversation.nonce = new_nonce()
         conversation.has_namespace = False
-        conversation.turns.clear()
-        self._account(conversation, -conversation.num_tokens)
+        self._forget_turns(conversation)
 
     def forget_all(self) -> None:
         """Forget every conversation, as after a flush of the cache."""
@@ -159,22 +160,37 @@ class SequenceMemory:
         if dropped is not None:
             self._account(conversation, -dropped.num_tokens)
 
+    def _hold(self, conversation: Conversation) -> None:
+        """Mark a conversation with turns as the most recently used one."""
+        for scope, key in _places(conversation):
+            self._holding[scope][key] = conversation
+            self._holding[scope].move_to_end(key)
+
     def _account(self, conversation: Conversation, num_tokens: int) -> None:
         conversation.num_tokens += num_tokens
         self._scope_tokens[conversation.scope] += num_tokens
         if not self._scope_tokens[conversation.scope]:
             del self._scope_tokens[conversation.scope]
+        if not conversation.turns:
+            for scope, key in _places(conversation):
+                self._holding[scope].pop(key, None)
+                if not self._holding[scope]:
+                    del self._holding[scope]
 
     def _shrink(self, scope: Scope) -> None:
         while self._scope_tokens[scope] > self._scope_memory_tokens:
-            self._evict(next(key for key in self._conversations if key[0] == scope))
+            self._forget_turns(next(iter(self._holding[scope].values())))
         while self.num_tokens > self._memory_tokens:
-            self._evict(next(iter(self._conversations)))
+            self._forget_turns(next(iter(self._holding[None].values())))
 
-    def _evict(self, key: tuple[Scope, str]) -> None:
-        conversation = self._conversations.pop(key, None)
-        if conversation is not None:
-            self.close_namespace(conversation)
+    def _forget_turns(self, conversation: Conversation) -> None:
+        """Forget the turns alone: by the rest, what the conversation has cached can still be forgotten or released."""
+        conversation.turns.clear()
+        self._account(conversation, -conversation.num_tokens)
+
+
+def _places(conversation: Conversation) -> tuple[tuple[Scope | None, str], ...]:
+    return (conversation.scope, conversation.hashed_id), (None, f"{conversation.scope}{conversation.hashed_id}")
 
 
 def hash_id(conversation_id: str) -> str:

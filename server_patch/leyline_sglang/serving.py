@@ -13,7 +13,7 @@ import uuid
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from leyline_agent.core.plan import apply_directives, check_directives
@@ -48,6 +48,10 @@ META_KEY = "leyline"
 """Key of the outcome in `meta_info`, and from there in `metadata` of a chat response."""
 
 _UNSUPPORTED = Reason.UNSUPPORTED_REQUEST
+_NEVER_SEEN = (
+    "this server does not know the conversation: what it has cached of it, if anything, before it was flushed, "
+    "restarted or pushed out of memory, is only dropped as it ages"
+)
 _MAX_MESSAGE = 1000
 """A message may quote what a client sent, but not all of it."""
 
@@ -186,10 +190,18 @@ class Serving:
         for conversation in found:
             async with conversation.lock:
                 tags = (*conversation.closing, salt_of(self.config, conversation))
-                reply = await self._ask(manager, CacheRequest(extra_key=conversation.scope[0], close=tags, scrub=scrub))
+                self.memory.close_namespace(conversation)
+                conversation.closing = list(tags)
+                request = CacheRequest(
+                    extra_key=conversation.scope[0],
+                    own_salt=salt_of(self.config, conversation),
+                    close=tags,
+                    scrub=scrub,
+                )
+                reply = await self._ask(manager, request)
                 if reply.reason:
                     raise PlanError(reply.message, reason=Reason(reply.reason))
-                self.memory.release(conversation)
+                conversation.closing.clear()
             total = Purge(
                 dropped_tokens=total.dropped_tokens + reply.dropped,
                 held_tokens=total.held_tokens + reply.held,
@@ -233,12 +245,12 @@ class Serving:
         Raises:
             PlanError: there is none; with the reason.
         """
-        known = self.memory.find(scope, conversation_id)
-        return _known([] if known is None else [known], "for this extra_key and cache_salt")
+        found = self.memory.find(scope, conversation_id)
+        return _live([] if found is None else [found], "for this extra_key and cache_salt")
 
     def find_hashed(self, hashed_id: str) -> list[Conversation]:
         """Return the conversations of this hashed id, one for each caller's namespace. Raises as `find`."""
-        return _known(self.memory.find_hashed(hashed_id), "by that hash")
+        return _live(self.memory.find_hashed(hashed_id), "by that hash")
 
     # --- one noted request ------------------------------------------------------------------------------------------
 
@@ -254,7 +266,9 @@ class Serving:
             await self._check_server(manager)
             if isinstance(obj.extra_key, list) or isinstance(obj.cache_salt, list):
                 raise PlanError("this request cannot be spliced: it has lists of cache keys", reason=_UNSUPPORTED)
-            conversation = self.memory.open((obj.extra_key, obj.cache_salt or None), note.conversation)
+            scope = (obj.extra_key, obj.cache_salt or None)
+            is_known = self.memory.find(scope, note.conversation) is not None
+            conversation = self.memory.open(scope, note.conversation)
             # Also where nothing can be spliced: what such a request caches is to be forgotten with the rest.
             tag_request(obj, salt_of(self.config, conversation))
             _check_request(obj)
@@ -267,6 +281,8 @@ class Serving:
             return _refused(error, turn_id), lambda _outputs: None
         prompt_ids = array("i", obj.input_ids)
         served = await self._carry_out(generate, manager, obj, http_request, note, conversation, prompt_ids)
+        if not is_known and served.outcome.purge is not None:
+            served = replace(served, outcome=served.outcome.model_copy(update={"message": _NEVER_SEEN}))
         obj.cache_salt = served.cache_salt
         tag_request(obj, served.tag)
         _log(conversation, served.outcome, len(prompt_ids))
@@ -392,14 +408,15 @@ async def _abort_when_dispatched(manager: Any, rid: str) -> None:
     manager.abort_request(rid=rid)
 
 
-def _known(found: list[Conversation], how: str) -> list[Conversation]:
-    if not found:
+def _live(found: list[Conversation], how: str) -> list[Conversation]:
+    live = [conversation for conversation in found if conversation.has_namespace or conversation.turns]
+    if not live:
         raise PlanError(
             f"no such conversation is remembered here, {how}: it never came, was released, pushed out or flushed, or "
             "the server has restarted",
             reason=Reason.UNKNOWN_CONVERSATION,
         )
-    return found
+    return live
 
 
 def _num_choices(obj: Any) -> int:

@@ -27,7 +27,7 @@ from leyline_sglang import compat
 from leyline_sglang.compat import MlaPool, Path, RadixPort
 from leyline_sglang.footprints import Sequence, footprints_of
 from leyline_sglang.io_types import CacheReply, CacheRequest, unpack
-from leyline_sglang.namespaces import parked_salt
+from leyline_sglang.namespaces import is_own_salt, parked_salt
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,9 @@ def handle(scheduler: Any, request: CacheRequest) -> CacheReply:
 
 def record_insertion(tree: Any, tag: str, extra_key: str | None, cache_salt: str | None, token_ids: array[int]) -> None:
     """Take note of what a request of a conversation has put into the cache."""
+    if not is_own_salt(tag):
+        # A raw note: it came by a tokenizer worker that has no plugin.
+        return
     footprints_of(tree).record(RadixPort(tree), tag, Sequence(extra_key, cache_salt, array("q", token_ids)))
 
 
@@ -130,6 +133,7 @@ class _Transaction:
                 head_ids = self._new[: request.keep_tokens]
                 total = _sum(total, self._footprints.empty(self._radix, tag, keep_own=head_ids), left=False)
                 self._hand_over(tag, head_ids)
+        for tag in sorted({*request.close, *self._footprints.due_before(request.own_salt)}):
             total = _sum(total, self._footprints.empty(self._radix, tag))
         return total
 
@@ -142,7 +146,7 @@ class _Transaction:
         if not head_ids or len(self._match(head_ids, own_salt)):
             return
         if self._radix.takeable_from(path) == 0:
-            slots = self._radix.take(head_ids, self._request.extra_key, tag, from_token=0)
+            slots = self._radix.take(path, 0)
             self._footprints.cut(tag, self._sequence(head_ids, tag), 0)
         else:
             lock = self._radix.lock(path)
@@ -151,8 +155,11 @@ class _Transaction:
                 if fresh is None:
                     # No room for a copy: it is prefilled again, which is all that a lost cache costs.
                     return
-                pool = self._pool()
-                _copy_rows_(pool, path.slots, fresh, old_start=0, new_start=0)
+                try:
+                    _copy_rows_(self._pool(), path.slots, fresh, old_start=0, new_start=0)
+                except BaseException:
+                    self._radix.free(fresh)
+                    raise
                 slots = fresh
             finally:
                 self._radix.unlock(lock)
@@ -194,35 +201,40 @@ class _Transaction:
         matched = min(len(target), len(target_ids))
         if matched == len(target_ids):
             return
-        cut = self._cut(source_salt, offset, matched)
-        if cut is not None:
-            self._move_in_place(reply, source_salt, offset, cut, target_ids, target.slots, num_kept)
+        whole, cut = self._cut(source_salt, offset, matched)
+        if whole is not None:
+            self._move_in_place(reply, source_salt, offset, whole, cut, target_ids, target.slots, num_kept)
         else:
             self._copy(reply, source, offset, head, target, matched, target_ids)
 
-    def _cut(self, source_salt: str | None, offset: int, matched: int) -> int | None:
-        """Return from which token of the source on its rows may be taken out of the tree; None where they may not."""
+    def _cut(self, source_salt: str | None, offset: int, matched: int) -> tuple[Path | None, int]:
+        """Return the whole cached source, and from which of its tokens on it may be taken out of the tree.
+
+        None where it may not be taken from there on.
+        """
         request = self._request
         in_own = request.from_own or request.parked_from is not None
         if not (request.in_place and in_own and matched == request.dst_start):
-            return None
+            return None, 0
         cut = 0
         if request.parked_from is None:
             # What the head has in common with the base stays.
             head_ids = self._new[: request.dst_start]
             cut = max(request.removed_start, common_prefix(self._base, head_ids))
         if offset + cut > request.src_start:
-            return None
+            return None, 0
         source_ids = self._base[offset:]
         # Splits the node there, so that the end of the source is nodes of its own.
         self._match(source_ids[:cut], source_salt)
-        return cut if self._radix.takeable_from(self._match(source_ids, source_salt)) <= cut else None
+        whole = self._match(source_ids, source_salt)
+        return (whole, cut) if self._radix.takeable_from(whole) <= cut else (None, 0)
 
     def _move_in_place(
         self,
         reply: CacheReply,
         source_salt: str | None,
         offset: int,
+        whole: Path,
         cut: int,
         target_ids: array[int],
         head_slots: torch.Tensor,
@@ -230,9 +242,8 @@ class _Transaction:
     ) -> None:
         request = self._request
         assert request.own_salt is not None
-        source_ids = self._base[offset:]
-        taken = self._radix.take(source_ids, request.extra_key, source_salt, from_token=cut)
-        source_ids = source_ids[: cut + len(taken)]
+        taken = self._radix.take(whole, cut)
+        source_ids = self._base[offset : offset + len(whole)]
         self._footprints.cut(request.own_salt, self._sequence(source_ids, source_salt), cut)
         kept_start = request.src_start - offset - cut
         removed, kept = taken[:kept_start], taken[kept_start : kept_start + num_kept]

@@ -146,6 +146,7 @@ def test_message_that_also_stands_unedited_in_the_prompt_is_not_purged_each_turn
     chatter.conversation.edit(SECRET, "[secret]", mode="forget", occurrence=1)
     assert asked(chatter.send(chatter.user("a"))) == ("forget", ())
     assert asked(chatter.send(chatter.user("b"))) == ("amortize", ())
+    assert asked(chatter.send(chatter.user("c"))) == ("amortize", ())
 
 
 def test_message_that_is_shown_again_is_purged_again(chatter: Chatter) -> None:

@@ -69,17 +69,19 @@ def test_turn_that_ran_during_a_release_is_no_base(server: Any) -> None:
     assert last_note(server).base is None
 
 
-def test_released_edits_are_not_forgotten_again(server: Any) -> None:
+@pytest.mark.parametrize(("releases", "forget"), [(True, ()), (False, ("e1",))])
+def test_released_edits_are_not_forgotten_again(server: Any, releases: bool, forget: Any) -> None:
     client, conversation = releasing_client(server), Conversation()
-    client.chat(conversation, MESSAGES)
+    messages = [*MESSAGES, client.chat(conversation, MESSAGES).message]
     conversation.edit(0, "[stale]")
     server.will_splice("e1")
-    client.chat(conversation, MESSAGES)
-    client.release(conversation)
-    client.chat(conversation, MESSAGES)
+    messages.append(client.chat(conversation, messages).message)
+    if releases:
+        client.release(conversation)
+    messages.append(client.chat(conversation, messages).message)
     conversation.undo_edit(MESSAGES[0])
-    client.chat(conversation, MESSAGES)
-    assert (last_note(server).mode, last_note(server).forget) == ("reprefill", ())
+    client.chat(conversation, messages)
+    assert (last_note(server).mode, last_note(server).forget) == ("reprefill", forget)
 
 
 def test_purge_that_was_refused_before_a_release_is_asked_again_after_it(server: Any) -> None:

@@ -42,6 +42,7 @@ def test_random_ids_pass(make: Callable[[Random], str]) -> None:
         pytest.param(hashlib.sha256(b"key and thread").hexdigest().upper(), id="upper case"),
         pytest.param("314159265358979323846264338327950288419", id="39 digits"),
         pytest.param(f"thread_{SECRET}", id="prefix"),
+        pytest.param("dtqnaknawuoybseojuarve67t4", id="base32 with a t between digits, which is no time of day"),
         pytest.param(f"agent-run-000000000000000000000-{SECRET}", id="long guessable prefix"),
         pytest.param(f"{SECRET}:{uuid.UUID(int=5)}", id="beside a UUID"),
         pytest.param(base64.b64encode(bytes.fromhex("b0ff3e7c9a15d2684f0b8e71c6a3592d")).decode(), id="plain base64"),

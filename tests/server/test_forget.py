@@ -34,7 +34,8 @@ def test_forget_keeps_only_what_lies_left_of_the_edit(live: Live, which: str, ke
     answer = live.generate(grown, note(conversation, "3", "2", forget=asked))
     assert answer.outcome is not None
     assert answer.outcome["status"] == "reprefill"
-    assert not answer.outcome.get("purged", False)
+    # In its own namespace everything right of it is gone; how much of it was cached is not of interest here.
+    assert answer.outcome["purge"]["dropped_tokens"] > 0
     # The shared namespace holds the base's own prefix, rows of exactly these ids: 100 of them are always clean.
     assert answer.cached_tokens == max(kept, 100)
 

@@ -52,10 +52,30 @@ def test_the_least_recently_used_conversation_goes_when_the_whole_is_too_large()
     _remember(memory, "b", "1", 400)
     memory.open(SCOPE, "a")
     _remember(memory, "c", "1", 400)
-    assert (len(memory), memory.num_tokens) == (2, 800)
+    assert memory.num_tokens == 800
     assert memory.open(SCOPE, "a").turns
     assert first.nonce == nonce
     assert not memory.open(SCOPE, "b").turns
+
+
+def test_a_conversation_whose_turns_were_pushed_out_keeps_its_namespace() -> None:
+    """Else what it has cached could neither be forgotten nor released any more."""
+    memory = _memory()
+    first = _remember(memory, "a", "1", 300)
+    nonce, first.has_namespace = first.nonce, True
+    for idx in range(3):
+        _remember(memory, str(idx), "1", 250)
+    assert not first.turns
+    assert memory.find(SCOPE, "a") is first
+    assert (first.nonce, first.has_namespace) == (nonce, True)
+
+
+def test_one_conversation_is_bounded_by_itself() -> None:
+    memory = _memory(conversation_memory_tokens=250)
+    conversation = memory.open(SCOPE, "a")
+    for turn in ("1", "2", "3"):
+        _remember(memory, "a", turn, 100)
+    assert list(conversation.turns) == ["2", "3"]
 
 
 def test_one_tenant_cannot_push_out_another() -> None:
@@ -90,7 +110,7 @@ def test_a_turn_of_a_closed_namespace_or_a_dropped_conversation_is_not_kept() ->
 def test_a_turn_larger_than_the_memory_leaves_nothing_and_does_no_harm() -> None:
     memory = _memory()
     _remember(memory, "a", "1", 5000)
-    assert (len(memory), memory.num_tokens) == (0, 0)
+    assert memory.num_tokens == 0
     _remember(memory, "a", "2", 10)
     assert memory.num_tokens == 10
 
