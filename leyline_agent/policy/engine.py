@@ -76,7 +76,9 @@ class _Draft:
             values = self._stub_values(idx)
             stub = render_stub(stubs[0], values)
             text = message.text
-            if len(stub) >= len(text) and not _has_other_parts(message):
+            # A short secret goes like a long one: that a stub saves nothing counts only where saving is the point.
+            worthwhile = len(stub) < len(text) or (rule.mode is Mode.FORGET and text)
+            if not worthwhile and not _has_other_parts(message):
                 continue
             if any(is_stub(template, values, text) for template in stubs if _fits(template, values)):
                 continue
@@ -199,7 +201,7 @@ class _Draft:
         taken = [idx for idx in range(start, end) if self._current[idx] is not None]
         lines = sum(count_lines(self._original[idx].text) for idx in taken if self._original[idx].role == "tool")
         stub = render_stub(template, {"turns": str(len(stretch)), "lines": str(lines)})
-        if len(stub) >= sum(num_chars(self._original[idx]) for idx in taken):
+        if rule.mode is not Mode.FORGET and len(stub) >= sum(num_chars(self._original[idx]) for idx in taken):
             return
         mode = rule.mode
         for idx in range(start, end):
