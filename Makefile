@@ -65,6 +65,7 @@ check: env ## format, lint, types, imports, tests without a server (under a minu
 bench: env ## measure what the README quotes; prints JSON lines
 	@$(BIN)/python -m evals.micro.diff --json
 	@$(BIN)/python -m evals.micro.stream_gap
+	@$(BIN)/python -m evals.micro.splice --json
 
 fmt: env ## format, and fix what the linter can
 	@$(BIN)/ruff format .
