@@ -142,7 +142,7 @@ class Footprints:
 
     def due_before(self, successor: str | None) -> list[str]:
         """Return the conversation's closed tags of which something is held still."""
-        return sorted(tag for tag in self._due if self._closed[tag].successor == successor)
+        return sorted(tag for tag in self._due if successor and self._closed[tag].successor == successor)
 
     def empty(self, radix: RadixPort, tag: str, *, keep_own: array[int] = _NOTHING) -> Purge:
         """Drop what a closed tag has, as far as nobody holds it or goes on from it.
