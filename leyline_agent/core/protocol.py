@@ -29,6 +29,8 @@ ROUTING_HEADER = "x-smg-routing-key"
 """The request header by which SGLang's gateway keeps a conversation on one worker."""
 MAX_NOTE_BYTES = 1 << 20
 """Notes above this are refused before they are parsed. A million bytes hold about 150,000 replacement ids."""
+MAX_DIRECTIVES = 4096
+"""Explicit directives of one note or body; a server carries out fewer (`LEYLINE_MAX_DIRECTIVES`)."""
 MAX_HEADER_BYTES = 4096
 """An outcome in a header is cut to this; many HTTP stacks cap a header line at 8 KiB."""
 
@@ -142,7 +144,7 @@ class Note(_Wire):
     """With a forget of either kind: also zero every row of the pool that nothing refers to."""
     gate: Literal["auto", "off"] = "auto"
     """`auto`: the server may find a re-prefill cheaper."""
-    directives: tuple[Directive, ...] | None = None
+    directives: Annotated[tuple[Directive, ...], Field(max_length=MAX_DIRECTIVES)] | None = None
     """Explicit directives; None leaves the diff to the server."""
     base_len: Annotated[StrictInt, Field(ge=0)] | None = None
     """With explicit directives: how many tokens of the base they refer to."""
@@ -215,7 +217,7 @@ class SpliceRequest(_Wire):
     conversation: ConversationId
     base_ids: Annotated[tuple[Annotated[StrictInt, Field(ge=0)], ...], Field(min_length=1)]
     """Token ids of the cached sequence to edit."""
-    directives: Annotated[tuple[Directive, ...], Field(min_length=1)]
+    directives: Annotated[tuple[Directive, ...], Field(min_length=1, max_length=MAX_DIRECTIVES)]
     extra_key: str | None = None
     cache_salt: str | None = None
     scrub: bool = False

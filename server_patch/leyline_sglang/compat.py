@@ -75,8 +75,10 @@ def after_insertion(hook: Callable[[Any, str, str | None, str | None, array[int]
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def inserted(_result: Any, tree: Any, req: Any, *, up_to: int, **_more: Any) -> None:
-        tag = (req.sampling_params.custom_params or {}).get(NOTE_KEY)
-        if tag is not None:
+        # Of any request, those that no plugin of ours has seen included: they may hold anything.
+        params = req.sampling_params.custom_params
+        tag = params.get(NOTE_KEY) if isinstance(params, dict) else None
+        if isinstance(tag, str):
             hook(tree, tag, req.extra_key, req.cache_salt, req.full_untruncated_fill_ids[:up_to])
 
     HookRegistry.register(_TREE + "checkpoint_into_tree", inserted, HookType.AFTER)

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
+
 from leyline_agent.core.protocol import Purge
 from leyline_agent.core.token_ids import common_prefix
 from leyline_sglang import compat
@@ -23,7 +25,8 @@ from leyline_sglang.compat import RadixPort
 from leyline_sglang.namespaces import is_own_salt
 
 _MAX_SEQUENCES = 256
-"""Kept of one tag; the rows of the least recently used one go then, as far as nothing else needs them."""
+_TOKENS_PER_SLOT_OF_A_TAG = 2
+"""Bounds of one tag; the rows of its least recently used sequences go then, as far as nothing else needs them."""
 _MAX_CLOSED = 256
 """Closed tags that are remembered for requests that still run under them."""
 _NOTHING = array("q")
@@ -69,6 +72,8 @@ class Footprints:
     _closed: OrderedDict[str, _Closed] = field(default_factory=OrderedDict)
     _due: set[str] = field(default_factory=set)
     """Closed tags of which something was left or has come since."""
+    _protected_then: int = -1
+    """Tokens that requests held when that was last looked at."""
 
     def sequences(self, tag: str) -> list[Sequence]:
         """Return what is known to have been inserted under a tag; some of it may be evicted by now."""
@@ -86,15 +91,14 @@ class Footprints:
             tag = closed.successor
         if tag in self._closed:
             self._due.add(tag)
-        known = self.sequences(tag)
-        for idx, other in enumerate(known):
-            if other.namespace() == sequence.namespace() and _same_start(other.token_ids, sequence.token_ids):
-                del known[idx]
-                sequence = max(other, sequence, key=lambda either: len(either.token_ids))
-                break
-        known.append(sequence)
-        if len(known) > _MAX_SEQUENCES:
-            self._drop(radix, known.pop(0), keep_tokens=0)
+            self._protected_then = -1
+        known = _merged(self.sequences(tag), sequence)
+        limit = _TOKENS_PER_SLOT_OF_A_TAG * radix.counts()["size"]
+        num_tokens = sum(len(other.token_ids) for other in known)
+        while len(known) > 1 and (len(known) > _MAX_SEQUENCES or num_tokens > limit):
+            oldest = known.pop(0)
+            num_tokens -= len(oldest.token_ids)
+            self._drop(radix, oldest, keep_tokens=0)
         self._set(tag, known)
         self._shrink(radix)
 
@@ -131,9 +135,9 @@ class Footprints:
                     earlier.forget, earlier.keep = True, keep[:until]
         self._closed[tag] = _Closed(keep if forget else array("q"), forget, scrub, successor)
         self._closed.move_to_end(tag)
-        while len(self._closed) > _MAX_CLOSED:
-            gone, _ = self._closed.popitem(last=False)
-            self._due.discard(gone)
+        # Those of which something is held still stay: the requests that hold it are few.
+        for gone in [tag for tag in self._closed if tag not in self._due][: max(0, len(self._closed) - _MAX_CLOSED)]:
+            del self._closed[gone]
         if not forget and successor is not None:
             known = self.sequences(tag)
             self._set(tag, [sequence for sequence in known if sequence.in_own])
@@ -152,8 +156,8 @@ class Footprints:
         """
         closed = self._closed[tag]
         dropped = 0
-        held: set[int] = set()
-        shared: set[int] = set()
+        held: list[torch.Tensor] = []
+        all_left: list[torch.Tensor] = []
         left: list[Sequence] = []
         sequences = self.sequences(tag)
         keeps = [_keep_tokens(sequence, closed, keep_own) for sequence in sequences]
@@ -163,33 +167,37 @@ class Footprints:
         for sequence, keep_tokens in zip(sequences, keeps, strict=True):
             path = radix.match(sequence.token_ids, *sequence.namespace())
             held_until = max(keep_tokens, radix.unlocked_from(path))
-            held |= set(path.slots[keep_tokens:held_until].tolist())
-            shared |= set(path.slots[held_until:].tolist())
+            held.append(path.slots[keep_tokens:held_until])
+            all_left.append(path.slots[keep_tokens:])
             if held_until > keep_tokens or (sequence.in_own and len(path)):
-                left.append(Sequence(*sequence.namespace(), sequence.token_ids[: len(path)]))
+                left = _merged(left, Sequence(*sequence.namespace(), sequence.token_ids[: len(path)]))
         self._set(tag, left)
-        if held:
+        num_held = _num_different(held)
+        if num_held:
             self._due.add(tag)
         else:
             self._due.discard(tag)
-        return Purge(dropped_tokens=dropped, held_tokens=len(held), shared_tokens=len(shared - held))
+        return Purge(dropped_tokens=dropped, held_tokens=num_held, shared_tokens=_num_different(all_left) - num_held)
 
     def retry(self, scheduler: Any, radix: RadixPort) -> None:
-        """Drop what requests under closed tags held until now, and scrub where that was asked."""
+        """Drop what requests under closed tags held until now, and scrub where that was asked.
+
+        Does nothing where no request has taken or given back a lock since the last time.
+        """
+        if radix.counts()["protected"] == self._protected_then:
+            return
         scrub = False
         for tag in sorted(self._due):
             purge = self.empty(radix, tag)
             scrub |= self._closed[tag].scrub and purge.dropped_tokens > 0
+        self._protected_then = radix.counts()["protected"]
         if scrub:
             compat.scrub_free_slots(scheduler)
 
     def own_slots(self, radix: RadixPort, tag: str) -> int:
         """Return how many slots a conversation's own namespace holds."""
-        slots: set[int] = set()
-        for sequence in self._tags.get(tag, ()):
-            if sequence.in_own:
-                slots |= set(radix.match(sequence.token_ids, *sequence.namespace()).slots.tolist())
-        return len(slots)
+        own = [sequence for sequence in self.sequences(tag) if sequence.in_own]
+        return _num_different([radix.match(sequence.token_ids, *sequence.namespace()).slots for sequence in own])
 
     def _drop(self, radix: RadixPort, sequence: Sequence, *, keep_tokens: int) -> int:
         """Free what can be taken of a sequence's rows from `keep_tokens` on; return how many."""
@@ -224,6 +232,21 @@ class Footprints:
             for sequence in self.sequences(oldest):
                 self._drop(radix, sequence, keep_tokens=0)
             self._set(oldest, [])
+
+
+def _merged(known: list[Sequence], sequence: Sequence) -> list[Sequence]:
+    """Return the sequences with one more at the end; those of which one goes on from the other are one."""
+    merged = []
+    for other in known:
+        if other.namespace() == sequence.namespace() and _same_start(other.token_ids, sequence.token_ids):
+            sequence = max(other, sequence, key=lambda either: len(either.token_ids))
+        else:
+            merged.append(other)
+    return [*merged, sequence]
+
+
+def _num_different(slots: list[torch.Tensor]) -> int:
+    return len(torch.unique(torch.cat(slots))) if slots else 0
 
 
 def _same_start(left: array[int], right: array[int]) -> bool:

@@ -18,27 +18,27 @@ def take_note(obj: Any) -> Any:
 
     A batch may have one in each of its sampling parameters; the last is returned.
     """
-    taken = None
+    taken, found = None, False
     batch = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params]
     without: list[Any] = []
     for params in batch:
         custom = params.get("custom_params") if isinstance(params, dict) else None
         if isinstance(custom, dict) and NOTE_KEY in custom:
             rest = {key: value for key, value in custom.items() if key != NOTE_KEY}
-            taken = custom[NOTE_KEY]
+            taken, found = custom[NOTE_KEY], True
             without.append({**params, "custom_params": rest or None})
         else:
             without.append(params)
-    if taken is not None:
+    if found:
         obj.sampling_params = without if isinstance(obj.sampling_params, list) else without[0]
     return taken
 
 
 def tag_request(obj: Any, tag: str) -> None:
     """Put the conversation's tag where the note was, so that the scheduler knows whose rows the request makes."""
-    if isinstance(obj.sampling_params, dict) or obj.sampling_params is None:
-        params = obj.sampling_params or {}
-        obj.sampling_params = {**params, "custom_params": {**(params.get("custom_params") or {}), NOTE_KEY: tag}}
+    batch = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params or {}]
+    tagged = [{**params, "custom_params": {**(params.get("custom_params") or {}), NOTE_KEY: tag}} for params in batch]
+    obj.sampling_params = tagged if isinstance(obj.sampling_params, list) else tagged[0]
 
 
 def parse_note(text: Any, *, max_bytes: int) -> Note:
@@ -84,7 +84,9 @@ def directives_from_diff(
     Raises:
         PlanError: with reason `diff_budget`.
     """
-    diffs = [(sequence, diff_token_ids(sequence, new_ids, budget=budget)) for sequence in sequences]
+    # The budget is one turn's, however many choices its base has.
+    share = budget // len(sequences)
+    diffs = [(sequence, diff_token_ids(sequence, new_ids, budget=share)) for sequence in sequences]
     return max(diffs, key=lambda pair: len(pair[0]) - sum(d.end - d.start for d in pair[1]))
 
 

@@ -91,6 +91,7 @@ class SequenceMemory:
         self._holding: dict[Scope | None, OrderedDict[str, Conversation]] = defaultdict(OrderedDict)
         """Those with turns, of each scope and, under None, of all: what a bound takes from."""
         self._scope_tokens: Counter[Scope] = Counter()
+        self._num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._conversations)
@@ -98,7 +99,7 @@ class SequenceMemory:
     @property
     def num_tokens(self) -> int:
         """Remembered token ids of all conversations."""
-        return self._scope_tokens.total()
+        return self._num_tokens
 
     def open(self, scope: Scope, conversation_id: str) -> Conversation:
         """Return the conversation, made now where it is not known, and mark it as just used."""
@@ -149,11 +150,13 @@ class SequenceMemory:
         self._forget_turns(conversation)
 
     def forget_all(self) -> None:
-        """Forget every conversation, as after a flush of the cache."""
+        """Forget the turns of every conversation, as after a flush of the cache.
+
+        The new nonces keep turns that still run from being remembered. The conversations themselves stay, so that
+        what those turns cache can still be named.
+        """
         for conversation in self._conversations.values():
-            # Turns still running hold the object; its new nonce keeps them from being remembered into it.
             self.close_namespace(conversation)
-        self._conversations.clear()
 
     def _drop(self, conversation: Conversation, turn_id: str) -> None:
         dropped = conversation.turns.pop(turn_id, None)
@@ -168,6 +171,7 @@ class SequenceMemory:
 
     def _account(self, conversation: Conversation, num_tokens: int) -> None:
         conversation.num_tokens += num_tokens
+        self._num_tokens += num_tokens
         self._scope_tokens[conversation.scope] += num_tokens
         if not self._scope_tokens[conversation.scope]:
             del self._scope_tokens[conversation.scope]

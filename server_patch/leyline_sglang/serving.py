@@ -19,6 +19,7 @@ from typing import Any
 from leyline_agent.core.plan import apply_directives, check_directives
 from leyline_agent.core.protocol import (
     ConversationState,
+    Directive,
     Mode,
     Note,
     Outcome,
@@ -52,6 +53,8 @@ _NEVER_SEEN = (
     "this server does not know the conversation: what it has cached of it, if anything, before it was flushed, "
     "restarted or pushed out of memory, is only dropped as it ages"
 )
+_MAX_KEY = 1024
+"""Characters of a caller's extra_key or cache_salt: both are kept for each conversation."""
 _MAX_MESSAGE = 1000
 """A message may quote what a client sent, but not all of it."""
 
@@ -78,7 +81,7 @@ class Serving:
     ) -> AsyncIterator[Any]:
         """Stand around `TokenizerManager.generate_request`."""
         if not compat.is_internal(obj):
-            _check_salt(getattr(obj, "cache_salt", None))
+            _check_no_own_salt(getattr(obj, "cache_salt", None))
         text = take_note(obj) if compat.is_generate(obj) else None
         if text is None:
             async with aclosing(original(manager, obj, http_request)) as stream:
@@ -146,11 +149,11 @@ class Serving:
             PlanError: nothing could be done; with the reason.
         """
         await self._check_server(manager)
+        _check_namespace(body.extra_key, body.cache_salt)
         vocab_size = compat.vocab_size(manager)
         _check_ids(body.base_ids, vocab_size)
         base_ids = array("i", body.base_ids)
-        check_directives(body.directives, base_tokens=len(base_ids), vocab_size=vocab_size)
-        new_ids = array("i", apply_directives(base_ids, body.directives))
+        new_ids = await asyncio.to_thread(_edited, base_ids, body.directives, vocab_size)
         if len(new_ids) >= compat.context_tokens(manager):
             raise PlanError(
                 f"the edited sequence has {len(new_ids)} tokens, the model's context {compat.context_tokens(manager)}",
@@ -245,6 +248,7 @@ class Serving:
         Raises:
             PlanError: there is none; with the reason.
         """
+        _check_namespace(*scope)
         found = self.memory.find(scope, conversation_id)
         return _live([] if found is None else [found], "for this extra_key and cache_salt")
 
@@ -264,13 +268,14 @@ class Serving:
             note = await asyncio.to_thread(parse_note, text, max_bytes=self.config.max_note_bytes)
             turn_id = note.turn
             await self._check_server(manager)
+            _check_namespace(obj.extra_key, obj.cache_salt)
             if isinstance(obj.extra_key, list) or isinstance(obj.cache_salt, list):
                 raise PlanError("this request cannot be spliced: it has lists of cache keys", reason=_UNSUPPORTED)
             scope = (obj.extra_key, obj.cache_salt or None)
-            is_known = self.memory.find(scope, note.conversation) is not None
-            conversation = self.memory.open(scope, note.conversation)
-            # Also where nothing can be spliced: what such a request caches is to be forgotten with the rest.
-            tag_request(obj, salt_of(self.config, conversation))
+            known = self.memory.find(scope, note.conversation)
+            if known is not None:
+                # Also where nothing can be spliced: what such a request caches is to be forgotten with the rest.
+                tag_request(obj, salt_of(self.config, known))
             _check_request(obj)
             _check_ids(obj.input_ids, compat.vocab_size(manager))
             if len(obj.input_ids) >= compat.context_tokens(manager):
@@ -280,8 +285,9 @@ class Serving:
         except PlanError as error:
             return _refused(error, turn_id), lambda _outputs: None
         prompt_ids = array("i", obj.input_ids)
+        conversation = self.memory.open(scope, note.conversation)
         served = await self._carry_out(generate, manager, obj, http_request, note, conversation, prompt_ids)
-        if not is_known and served.outcome.purge is not None:
+        if known is None and served.outcome.purge is not None:
             served = replace(served, outcome=served.outcome.model_copy(update={"message": _NEVER_SEEN}))
         obj.cache_salt = served.cache_salt
         tag_request(obj, served.tag)
@@ -408,8 +414,13 @@ async def _abort_when_dispatched(manager: Any, rid: str) -> None:
     manager.abort_request(rid=rid)
 
 
+def _edited(base_ids: array[int], directives: tuple[Directive, ...], vocab_size: int) -> array[int]:
+    check_directives(directives, base_tokens=len(base_ids), vocab_size=vocab_size)
+    return array("i", apply_directives(base_ids, directives))
+
+
 def _live(found: list[Conversation], how: str) -> list[Conversation]:
-    live = [conversation for conversation in found if conversation.has_namespace or conversation.turns]
+    live = [known for known in found if known.has_namespace or known.turns or known.closing]
     if not live:
         raise PlanError(
             f"no such conversation is remembered here, {how}: it never came, was released, pushed out or flushed, or "
@@ -449,10 +460,25 @@ def _check_ids(token_ids: Any, vocab_size: int) -> None:
         )
 
 
-def _check_salt(cache_salt: Any) -> None:
+def _check_namespace(extra_key: Any, cache_salt: Any) -> None:
+    """Refuse a caller who names one of the namespaces that only the server derives, or one that is too long to keep."""
+    for key in (extra_key, cache_salt):
+        for text in key if isinstance(key, list) else [key]:
+            if text is not None and len(text) > _MAX_KEY:
+                raise PlanError(
+                    f"extra_key and cache_salt may have {_MAX_KEY} characters beside a note, got {len(text)}",
+                    reason=_UNSUPPORTED,
+                )
+    try:
+        _check_no_own_salt(cache_salt)
+    except ValueError as error:
+        raise PlanError(str(error), reason=Reason.BAD_NOTE) from error
+
+
+def _check_no_own_salt(cache_salt: Any) -> None:
     """Answer 400 to a caller who names one of the namespaces that only the server derives."""
     for salt in cache_salt if isinstance(cache_salt, list) else [cache_salt]:
-        if is_own_salt(salt):
+        if isinstance(salt, str) and is_own_salt(salt):
             raise ValueError("cache_salt: values that begin with 'leyline-' are the server's own; choose another")
 
 

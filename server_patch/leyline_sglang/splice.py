@@ -54,18 +54,24 @@ def handle(scheduler: Any, request: CacheRequest) -> CacheReply:
 
 
 def record_insertion(tree: Any, tag: str, extra_key: str | None, cache_salt: str | None, token_ids: array[int]) -> None:
-    """Take note of what a request of a conversation has put into the cache."""
+    """Take note of what a request of a conversation has put into the cache. A process boundary, as `handle`."""
     if not is_own_salt(tag):
         # A raw note: it came by a tokenizer worker that has no plugin.
         return
-    footprints_of(tree).record(RadixPort(tree), tag, Sequence(extra_key, cache_salt, array("q", token_ids)))
+    try:
+        footprints_of(tree).record(RadixPort(tree), tag, Sequence(extra_key, cache_salt, array("q", token_ids)))
+    except Exception:
+        logger.exception("leyline: what a request has cached is not taken note of; a forget will not find it")
 
 
 def drop_what_was_held(scheduler: Any) -> None:
-    """Drop rows of closed namespaces whose requests have ended."""
+    """Drop rows of closed namespaces whose requests have ended. A process boundary, as `handle`."""
     footprints = footprints_of(scheduler.tree_cache)
     if footprints.due:
-        footprints.retry(scheduler, RadixPort(scheduler.tree_cache))
+        try:
+            footprints.retry(scheduler, RadixPort(scheduler.tree_cache))
+        except Exception:
+            logger.exception("leyline: rows that are to be forgotten were not dropped; the next batch tries again")
 
 
 class _Transaction:
@@ -86,11 +92,16 @@ class _Transaction:
             reply.shared = purge.shared_tokens
         if request.scrub:
             reply.scrubbed = compat.scrub_free_slots(self._scheduler)
-        if request.drop_parked and request.own_salt is not None:
-            self._footprints.drop_parked(self._radix, request.own_salt, parked_salt(request.own_salt))
+        if request.drop_parked:
+            self._drop_parked()
         if request.move:
             try:
                 self._move(reply)
+                if request.parked_from is not None and not request.more_follow:
+                    # Where the last run was copied from there, or was in its place already.
+                    self._footprints.drop_parked(
+                        self._radix, request.own_salt or "", parked_salt(request.own_salt or "")
+                    )
             except _Refused as refused:
                 reply.reason, reply.message = refused.reason.value, str(refused)
         reply.base_shared, reply.base_own = self._cached(self._base)
@@ -98,6 +109,12 @@ class _Transaction:
         if request.count_own and request.own_salt is not None:
             reply.own_tokens = self._footprints.own_slots(self._radix, request.own_salt)
         return reply
+
+    def _drop_parked(self) -> None:
+        """Drop what is parked: nothing needs it any more."""
+        own_salt = self._request.own_salt
+        assert own_salt is not None
+        self._footprints.drop_parked(self._radix, own_salt, parked_salt(own_salt))
 
     def _cached(self, token_ids: array[int]) -> tuple[int, int]:
         if not token_ids:
@@ -175,7 +192,10 @@ class _Transaction:
         parked = parked_salt(request.own_salt)
         source_salt = parked if request.parked_from is not None else self._salt(request.from_own)
         if request.parked_from is None:
-            self._footprints.drop_parked(self._radix, request.own_salt, parked)
+            self._drop_parked()
+        elif request.more_follow:
+            # Unless this run is taken from there: then what is right of it is parked anew.
+            reply.parked_from = request.parked_from
 
         target_ids = self._new[: request.dst_start + request.src_end - request.src_start]
         target = self._match(target_ids, request.own_salt)
@@ -260,6 +280,7 @@ class _Transaction:
         )
         if len(removed):
             self._radix.free(removed)
+        reply.parked_from = None
         if len(rest) and request.more_follow:
             reply.parked_from = request.src_start + num_kept
             rest_ids = self._base[reply.parked_from : reply.parked_from + len(rest)]

@@ -10,8 +10,12 @@ import asyncio
 import secrets
 import time
 from array import array
+from bisect import bisect_right
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
 
 from leyline_agent.core.plan import SplicePlan, SpliceStep, make_plan
 from leyline_agent.core.protocol import Directive, DirectiveOutcome, Note, Outcome, Purge, Reason, Status
@@ -23,6 +27,7 @@ from leyline_sglang.namespaces import own_salt
 from leyline_sglang.note import check_explicit, directives_from_diff
 from leyline_sglang.sequences import Conversation, Edit, RememberedTurn, SequenceMemory
 
+Result = TypeVar("Result")
 Ask = Callable[[CacheRequest], Awaitable[CacheReply]]
 Prefill = Callable[["array[int]", str | None], Awaitable[int]]
 """Prefill ids in a namespace (a `cache_salt`); returns how many were not cached before.
@@ -30,6 +35,8 @@ Prefill = Callable[["array[int]", str | None], Awaitable[int]]
 Raises `PlanError` where the prefill was refused or aborted.
 """
 
+_THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="leyline")
+"""Of our own, so that long diffs do not take the threads in which every request's note is read."""
 _MAX_EDITS = 1024
 """Remembered of one turn. A `forget` of an older one gives up the whole namespace, as for any id that is in no log."""
 
@@ -101,7 +108,7 @@ class Turn:
         if note.mode == "reprefill" or base is None:
             return await self._reprefill(base)
         try:
-            base_ids, directives = await asyncio.to_thread(self._directives, note, base)
+            base_ids, directives = await _in_thread(self._directives, note, base)
         except PlanError as error:
             _, edits = self._left_of_difference(base)
             return await self._serve(Status.REFUSED, reason=Reason(error.reason), message=str(error), edits=edits)
@@ -137,9 +144,10 @@ class Turn:
 
         `base_in_own` says in which namespace the base's rows are; `scrub` is for directives that forget.
         """
-        plan = make_plan(directives, base_tokens=len(base_ids))
+        # In a thread, as thousands of directives take a while.
+        plan = await _in_thread(partial(make_plan, directives, base_tokens=len(base_ids)))
         steps = self._steps(plan)
-        shown = _shown(directives, steps, plan.first_forget)
+        num_shown = _num_shown(directives, steps, plan.first_forget)
         if not steps and plan.first_forget is None:
             left = tuple(edit for edit in edits if edit.position < plan.prefix_tokens)
             return await self._serve(Status.UNCHANGED, edits=left)
@@ -164,10 +172,10 @@ class Turn:
             reason=reason,
             message=message,
             directives=tuple(
-                outcome.model_copy(update={"edit_id": carried[idx]}) if idx < done_directives else outcome
-                for idx, outcome in enumerate(shown)
+                _shown(directive, carried[idx] if idx < done_directives else None)
+                for idx, directive in enumerate(directives[: min(num_shown, self.config.max_directives)])
             ),
-            num_directives=len(shown),
+            num_directives=num_shown,
             kept_tokens=kept,
             edits=new_edits,
             look=look,
@@ -338,29 +346,40 @@ class Turn:
         return Served(outcome, self._salt(in_own), self.own_salt, self.conversation.nonce, edits[-_MAX_EDITS:], in_own)
 
 
-def _shown(directives: list[Directive], steps: list[SpliceStep], first_forget: int | None) -> list[DirectiveOutcome]:
-    """Return the directives worth showing: those right of the last kept run only cut off the base's end."""
-    count = steps[-1].directive_idx + 1 if steps else 0
+def _in_thread(work: Callable[..., Result], *arguments: Any) -> Awaitable[Result]:
+    return asyncio.get_running_loop().run_in_executor(_THREADS, work, *arguments)
+
+
+def _num_shown(directives: list[Directive], steps: list[SpliceStep], first_forget: int | None) -> int:
+    """Return how many directives are worth showing: those right of the last kept run only cut off the base's end."""
     if first_forget is not None:
-        count = len(directives)
-    return [
-        DirectiveOutcome(start=d.start, end=d.end, replacement_tokens=len(d.replacement_ids), mode=d.mode)
-        for d in directives[:count]
-    ]
+        return len(directives)
+    return steps[-1].directive_idx + 1 if steps else 0
+
+
+def _shown(directive: Directive, edit_id: str | None) -> DirectiveOutcome:
+    return DirectiveOutcome(
+        start=directive.start,
+        end=directive.end,
+        replacement_tokens=len(directive.replacement_ids),
+        mode=directive.mode,
+        edit_id=edit_id,
+    )
 
 
 def _carry_over(edits: tuple[Edit, ...], plan: SplicePlan) -> list[Edit]:
     """Return earlier edits at their positions in the new prompt; inside a removed span, at its left end."""
-    return [replace(edit, position=_new_position(edit.position, plan)) for edit in edits]
+    starts = [step.removed.start for step in plan.steps]
+    return [replace(edit, position=_new_position(edit.position, plan, starts)) for edit in edits]
 
 
-def _new_position(position: int, plan: SplicePlan) -> int:
-    for step in reversed(plan.steps):
-        if position >= step.kept.src.start:
-            return position + step.kept.position_delta
-        if position >= step.removed.start:
-            return step.replacement.start
-    return position
+def _new_position(position: int, plan: SplicePlan, starts: list[int]) -> int:
+    idx = bisect_right(starts, position) - 1
+    if idx < 0:
+        return position
+    step = plan.steps[idx]
+    in_kept_run = position >= step.kept.src.start
+    return position + step.kept.position_delta if in_kept_run else step.replacement.start
 
 
 def _made(edit_ids: list[str], plan: SplicePlan, turn_id: str | None) -> list[Edit]:

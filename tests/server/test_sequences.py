@@ -101,10 +101,20 @@ def test_a_turn_of_a_closed_namespace_or_a_dropped_conversation_is_not_kept() ->
     memory.close_namespace(conversation)
     memory.remember(conversation, "1", _turn(10), nonce=old_nonce)
     assert memory.num_tokens == 0
-    memory.forget_all()
-    # It ended after the flush, with the namespace that it has now.
+    for idx in range(60):
+        memory.open(SCOPE, str(idx))
+    # It ended after so many others had come that its conversation was dropped.
     memory.remember(conversation, "1", _turn(10), nonce=conversation.nonce)
-    assert (len(memory), memory.num_tokens) == (0, 0)
+    assert memory.num_tokens == 0
+
+
+def test_a_turn_that_runs_through_a_flush_is_not_kept() -> None:
+    memory = _memory()
+    conversation = memory.open(SCOPE, "a")
+    nonce = conversation.nonce
+    memory.forget_all()
+    memory.remember(conversation, "1", _turn(10), nonce=nonce)
+    assert not memory.open(SCOPE, "a").turns
 
 
 def test_a_turn_larger_than_the_memory_leaves_nothing_and_does_no_harm() -> None:
