@@ -289,6 +289,8 @@ class ConversationState(_Reply):
     own_tokens: int
     """Slots that the conversation's own namespace holds now."""
     turns: tuple[TurnState, ...] = ()
+    explicit_edits: tuple[PastEdit, ...] = ()
+    """Made by `POST /leyline/splice`; positions are those of the sequence that each was made for."""
 
 
 def hash_token_ids(token_ids: Sequence[int]) -> str:

@@ -91,12 +91,17 @@ def after_reset(hook: Callable[[Any], None]) -> None:
     HookRegistry.register(_TREE + "reset", lambda _result, tree: hook(tree), HookType.AFTER)
 
 
-def after_batch(hook: Callable[[Any], None]) -> None:
-    """Call `hook(scheduler)` after the results of each batch, when ended requests hold nothing any more."""
+def after_batch(hook: Callable[[Any, Any], None]) -> None:
+    """Call `hook(scheduler, batch)` after the results of each batch, when ended requests hold nothing any more."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     target = _SRT + "managers.scheduler.Scheduler.process_batch_result"
-    HookRegistry.register(target, lambda _result, scheduler, *_args: hook(scheduler), HookType.AFTER)
+    HookRegistry.register(target, lambda _result, scheduler, batch, *_: hook(scheduler, batch), HookType.AFTER)
+
+
+def has_ended_request(batch: Any) -> bool:
+    """Whether one of the batch's requests has ended."""
+    return any(req.finished() for req in batch.reqs)
 
 
 def around(target: str, hook: Callable[..., Any]) -> None:

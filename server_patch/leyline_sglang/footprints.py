@@ -29,6 +29,7 @@ _TOKENS_PER_SLOT_OF_A_TAG = 2
 """Bounds of one tag; the rows of its least recently used sequences go then, as far as nothing else needs them."""
 _MAX_CLOSED = 256
 """Closed tags that are remembered for requests that still run under them."""
+_TAGS_A_RETRY = 8
 _NOTHING = array("q")
 _TOKENS_PER_SLOT = 8
 """Bound of all kept sequences, in tokens for each slot of the pool: sequences of one conversation have most of their
@@ -70,10 +71,12 @@ class Footprints:
     _tags: OrderedDict[str, list[Sequence]] = field(default_factory=OrderedDict)
     _num_tokens: int = 0
     _closed: OrderedDict[str, _Closed] = field(default_factory=OrderedDict)
-    _due: set[str] = field(default_factory=set)
-    """Closed tags of which something was left or has come since."""
+    _due: dict[str, None] = field(default_factory=dict)
+    """Closed tags of which something was held or has come since; in the order of their coming, alike on all ranks."""
+    _round: list[str] = field(default_factory=list)
+    """Those of them that are still to be looked at in this round."""
     _protected_then: int = -1
-    """Tokens that requests held when that was last looked at."""
+    """Tokens that requests held when the round began; -1 begins another one."""
 
     def sequences(self, tag: str) -> list[Sequence]:
         """Return what is known to have been inserted under a tag; some of it may be evicted by now."""
@@ -89,13 +92,15 @@ class Footprints:
         closed = self._closed.get(tag)
         if closed is not None and not closed.forget and closed.successor and not sequence.in_own:
             tag = closed.successor
-        if tag in self._closed:
-            self._due.add(tag)
+        is_closed = tag in self._closed
+        if is_closed:
+            self._due[tag] = None
             self._protected_then = -1
         known = _merged(self.sequences(tag), sequence)
         limit = _TOKENS_PER_SLOT_OF_A_TAG * radix.counts()["size"]
         num_tokens = sum(len(other.token_ids) for other in known)
-        while len(known) > 1 and (len(known) > _MAX_SEQUENCES or num_tokens > limit):
+        # Of a closed tag nothing goes unseen: what cannot be dropped now is dropped later.
+        while not is_closed and len(known) > 1 and (len(known) > _MAX_SEQUENCES or num_tokens > limit):
             oldest = known.pop(0)
             num_tokens -= len(oldest.token_ids)
             self._drop(radix, oldest, keep_tokens=0)
@@ -135,8 +140,10 @@ class Footprints:
                     earlier.forget, earlier.keep = True, keep[:until]
         self._closed[tag] = _Closed(keep if forget else array("q"), forget, scrub, successor)
         self._closed.move_to_end(tag)
+        self._protected_then = -1
         # Those of which something is held still stay: the requests that hold it are few.
-        for gone in [tag for tag in self._closed if tag not in self._due][: max(0, len(self._closed) - _MAX_CLOSED)]:
+        idle = [other for other in self._closed if other not in self._due and other != tag]
+        for gone in idle[: max(0, len(self._closed) - _MAX_CLOSED)]:
             del self._closed[gone]
         if not forget and successor is not None:
             known = self.sequences(tag)
@@ -173,24 +180,25 @@ class Footprints:
                 left = _merged(left, Sequence(*sequence.namespace(), sequence.token_ids[: len(path)]))
         self._set(tag, left)
         num_held = _num_different(held)
+        self._due.pop(tag, None)
         if num_held:
-            self._due.add(tag)
-        else:
-            self._due.discard(tag)
+            self._due[tag] = None
         return Purge(dropped_tokens=dropped, held_tokens=num_held, shared_tokens=_num_different(all_left) - num_held)
 
-    def retry(self, scheduler: Any, radix: RadixPort) -> None:
+    def retry(self, scheduler: Any, radix: RadixPort, *, has_ended: bool) -> None:
         """Drop what requests under closed tags held until now, and scrub where that was asked.
 
-        Does nothing where no request has taken or given back a lock since the last time.
+        A few tags a call, so that no batch waits long, and only where a request has ended or given back a lock since.
         """
-        if radix.counts()["protected"] == self._protected_then:
-            return
+        protected = radix.counts()["protected"]
+        if has_ended or protected != self._protected_then:
+            self._round, self._protected_then = list(self._due), protected
+        now, self._round = self._round[:_TAGS_A_RETRY], self._round[_TAGS_A_RETRY:]
         scrub = False
-        for tag in sorted(self._due):
-            purge = self.empty(radix, tag)
-            scrub |= self._closed[tag].scrub and purge.dropped_tokens > 0
-        self._protected_then = radix.counts()["protected"]
+        for tag in now:
+            if tag in self._due:
+                purge = self.empty(radix, tag)
+                scrub |= self._closed[tag].scrub and purge.dropped_tokens > 0
         if scrub:
             compat.scrub_free_slots(scheduler)
 
@@ -227,8 +235,9 @@ class Footprints:
             cached = [(s, len(radix.match(s.token_ids, *s.namespace()))) for s in known]
             self._set(tag, [Sequence(*s.namespace(), s.token_ids[:tokens]) for s, tokens in cached])
         # Well below the bound, so that not every insertion comes here.
-        while self._num_tokens > limit * 3 // 4 and len(self._tags) > 1:
-            oldest = next(iter(self._tags))
+        for oldest in [tag for tag in self._tags if tag not in self._due][:-1]:
+            if self._num_tokens <= limit * 3 // 4:
+                break
             for sequence in self.sequences(oldest):
                 self._drop(radix, sequence, keep_tokens=0)
             self._set(oldest, [])

@@ -36,9 +36,16 @@ def take_note(obj: Any) -> Any:
 
 def tag_request(obj: Any, tag: str) -> None:
     """Put the conversation's tag where the note was, so that the scheduler knows whose rows the request makes."""
-    batch = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params or {}]
-    tagged = [{**params, "custom_params": {**(params.get("custom_params") or {}), NOTE_KEY: tag}} for params in batch]
-    obj.sampling_params = tagged if isinstance(obj.sampling_params, list) else tagged[0]
+    if isinstance(obj.sampling_params, list):
+        obj.sampling_params = [_tagged(params, tag) for params in obj.sampling_params]
+    else:
+        obj.sampling_params = _tagged(obj.sampling_params or {}, tag)
+
+
+def _tagged(params: Any, tag: str) -> Any:
+    custom = params.get("custom_params") or {} if isinstance(params, dict) else None
+    # What is no object the engine answers itself.
+    return {**params, "custom_params": {**custom, NOTE_KEY: tag}} if isinstance(custom, dict) else params
 
 
 def parse_note(text: Any, *, max_bytes: int) -> Note:

@@ -63,6 +63,8 @@ class Conversation:
     """Whether anything was ever spliced into the namespace or served from it."""
     closing: list[str] = field(default_factory=list)
     """Namespaces closed before, of which the scheduler has not yet said that they are dropped."""
+    explicit_edits: tuple[Edit, ...] = ()
+    """Made by splices outside of a turn, newest last; for people to see, as no turn's log has them."""
     turns: OrderedDict[str, RememberedTurn] = field(default_factory=OrderedDict)
     num_tokens: int = 0
     """Remembered token ids."""
@@ -147,6 +149,7 @@ class SequenceMemory:
         """Start a new namespace and forget every turn: none of their rows can be reached any more."""
         conversation.nonce = new_nonce()
         conversation.has_namespace = False
+        conversation.explicit_edits = ()
         self._forget_turns(conversation)
 
     def forget_all(self) -> None:

@@ -55,6 +55,7 @@ _NEVER_SEEN = (
 )
 _MAX_KEY = 1024
 """Characters of a caller's extra_key or cache_salt: both are kept for each conversation."""
+_MAX_EXPLICIT_EDITS = 256
 _MAX_MESSAGE = 1000
 """A message may quote what a client sent, but not all of it."""
 
@@ -175,6 +176,7 @@ class Serving:
                     reason=Reason.EVICTED,
                 )
             served = await turn.splice(base_ids, list(body.directives), base_in_own=in_own, scrub=body.scrub)
+            conversation.explicit_edits = (*conversation.explicit_edits, *served.edits)[-_MAX_EXPLICIT_EDITS:]
             look = await turn.look()
         _log(conversation, served.outcome, len(new_ids))
         if served.outcome.status is Status.REFUSED:
@@ -218,6 +220,7 @@ class Serving:
         """Return what is cached of conversations of one id, and their edits."""
         await self._check_server(manager)
         turns: list[TurnState] = []
+        explicit: list[PastEdit] = []
         own_tokens = 0
         for conversation in found:
             extra_key, caller_salt = conversation.scope
@@ -238,9 +241,15 @@ class Serving:
                         edits=tuple(PastEdit(**asdict(edit)) for edit in turn.edits),
                     )
                 )
+            explicit.extend(PastEdit(**asdict(edit)) for edit in conversation.explicit_edits)
             counted = await self._ask(manager, CacheRequest(extra_key=extra_key, own_salt=own, count_own=True))
             own_tokens += counted.own_tokens
-        return ConversationState(conversation_hash=found[0].hashed_id, own_tokens=own_tokens, turns=tuple(turns))
+        return ConversationState(
+            conversation_hash=found[0].hashed_id,
+            own_tokens=own_tokens,
+            turns=tuple(turns),
+            explicit_edits=tuple(explicit),
+        )
 
     def find(self, conversation_id: str, scope: Scope) -> list[Conversation]:
         """Return the conversation of this id in the caller's namespace.

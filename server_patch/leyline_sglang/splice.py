@@ -64,12 +64,13 @@ def record_insertion(tree: Any, tag: str, extra_key: str | None, cache_salt: str
         logger.exception("leyline: what a request has cached is not taken note of; a forget will not find it")
 
 
-def drop_what_was_held(scheduler: Any) -> None:
+def drop_what_was_held(scheduler: Any, batch: Any = None) -> None:
     """Drop rows of closed namespaces whose requests have ended. A process boundary, as `handle`."""
     footprints = footprints_of(scheduler.tree_cache)
     if footprints.due:
         try:
-            footprints.retry(scheduler, RadixPort(scheduler.tree_cache))
+            has_ended = batch is not None and compat.has_ended_request(batch)
+            footprints.retry(scheduler, RadixPort(scheduler.tree_cache), has_ended=has_ended)
         except Exception:
             logger.exception("leyline: rows that are to be forgotten were not dropped; the next batch tries again")
 

@@ -37,7 +37,7 @@ Raises `PlanError` where the prefill was refused or aborted.
 
 _THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="leyline")
 """Of our own, so that long diffs do not take the threads in which every request's note is read."""
-_MAX_EDITS = 1024
+_MAX_EDITS = 256
 """Remembered of one turn. A `forget` of an older one gives up the whole namespace, as for any id that is in no log."""
 
 
@@ -108,7 +108,7 @@ class Turn:
         if note.mode == "reprefill" or base is None:
             return await self._reprefill(base)
         try:
-            base_ids, directives = await _in_thread(self._directives, note, base)
+            base_ids, directives = await self._in_thread(self._directives, note, base)
         except PlanError as error:
             _, edits = self._left_of_difference(base)
             return await self._serve(Status.REFUSED, reason=Reason(error.reason), message=str(error), edits=edits)
@@ -145,7 +145,7 @@ class Turn:
         `base_in_own` says in which namespace the base's rows are; `scrub` is for directives that forget.
         """
         # In a thread, as thousands of directives take a while.
-        plan = await _in_thread(partial(make_plan, directives, base_tokens=len(base_ids)))
+        plan = await self._in_thread(partial(make_plan, directives, base_tokens=len(base_ids)))
         steps = self._steps(plan)
         num_shown = _num_shown(directives, steps, plan.first_forget)
         if not steps and plan.first_forget is None:
@@ -187,6 +187,15 @@ class Turn:
         if note.directives is None:
             return directives_from_diff(sequences, self.new_ids, budget=self.config.diff_budget)
         return check_explicit(note, sequences, self.new_ids, vocab_size=self.vocab_size)
+
+    async def _in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        """Run what takes milliseconds off the event loop; give up where the threads are taken for too long."""
+        running = asyncio.get_running_loop().run_in_executor(_THREADS, work, *arguments)
+        try:
+            return await asyncio.wait_for(running, self.config.timeout_s)
+        except TimeoutError as error:
+            message = f"the diff was not made within {self.config.timeout_s} s: too many others wait for theirs"
+            raise PlanError(message, reason=Reason.TIMEOUT) from error
 
     def _steps(self, plan: SplicePlan) -> list[SpliceStep]:
         """Return the steps that move rows: those left of the first `forget` with a run to keep."""
@@ -344,10 +353,6 @@ class Turn:
             scheduler_ms=round(self._scheduler_ms, 3),
         )
         return Served(outcome, self._salt(in_own), self.own_salt, self.conversation.nonce, edits[-_MAX_EDITS:], in_own)
-
-
-def _in_thread(work: Callable[..., Result], *arguments: Any) -> Awaitable[Result]:
-    return asyncio.get_running_loop().run_in_executor(_THREADS, work, *arguments)
 
 
 def _num_shown(directives: list[Directive], steps: list[SpliceStep], first_forget: int | None) -> int:
