@@ -122,7 +122,8 @@ class Turn:
         kept_tokens, edits = self._left_of_difference(base) if base is not None else (0, ())
         if self.conversation.has_namespace:
             look = await self.look()
-            if look.new_own > max(kept_tokens, look.new_shared):
+            # On a tie too, where the own namespace would be preferred.
+            if look.new_own > kept_tokens and look.new_own >= look.new_shared:
                 await self._close_namespace(keep_tokens=kept_tokens)
         return await self._serve(Status.REPREFILL, edits=edits)
 

@@ -96,6 +96,13 @@ def test_reprefill_serves_nothing_right_of_the_first_difference_whoever_left_it(
     assert answer.output_ids == live.generate(prompt, max_new_tokens=12).output_ids
 
 
+def test_reprefill_does_not_prefer_spliced_rows_to_as_many_clean_ones(live: Live) -> None:
+    conversation, prompt, _ = _two_edits(live)
+    clean = live.generate(prompt, max_new_tokens=12).output_ids
+    answer = live.generate(prompt, note(conversation, "3", "1", mode="reprefill"), max_new_tokens=12)
+    assert answer.output_ids == clean
+
+
 @pytest.mark.parametrize("how", ["reprefill", "stale_base", "no_base"])
 def test_forget_after_a_turn_whose_log_does_not_cover_its_rows(live: Live, how: str) -> None:
     """Turn 4 meets rows that turn 3 left, under a log in another turn's positions; its forget must not trust that."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from fastapi import Request
 from sglang.srt.managers.io_struct import BaseReq
 
@@ -98,7 +99,9 @@ class _Scheduler:
             before = self._radix.counts()["available"]
             self._tree.evict(EvictParams(num_tokens=1 << 30))
             return self._radix.counts()["available"] - before
-        slots = self._radix.take(ids, request.extra_key, request.cache_salt, from_token=request.from_token)
+        self._radix.match(ids[: request.from_token], request.extra_key, request.cache_salt)
+        path = self._radix.match(ids, request.extra_key, request.cache_salt)
+        slots = self._radix.take(path, max(request.from_token, self._radix.takeable_from(path)))
         if len(slots):
             self._radix.free(slots)
         return len(slots)
@@ -125,8 +128,11 @@ class _Scheduler:
                 walk.slot_indices.tolist(), walk.positions.tolist(), walk.prev_slot_indices.tolist(), strict=True
             )
         }
-        free = self._radix.free_slots().sort().values
-        return {"counts": self._radix.counts(), "free": _digest(free.numpy().tobytes()), "cached": cached}
+        allocator = self._scheduler.token_to_kv_pool_allocator
+        # A server with pages of several tokens may have no second list.
+        free = torch.cat([slots for slots in (allocator.free_pages, allocator.release_pages) if slots is not None])
+        free_digest = _digest(free.sort().values.numpy().tobytes())
+        return {"counts": self._radix.counts(), "free": free_digest, "cached": cached}
 
     def _row_digest(self, slot: int) -> str:
         return _digest(b"".join(buffer[slot].numpy().tobytes() for buffer in self._pool.kv_buffer))
