@@ -12,12 +12,12 @@ PIP := $(BIN)/pip --disable-pip-version-check -qq install --no-warn-conflicts --
 export SGLANG_USE_CPU_ENGINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env model serve demo record test check bench fmt clean
+.PHONY: help env model serve demo record test check fuzz bench fmt clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
 	@echo
-	@echo "  Variables: PYTHON=python3.11 PORT=30000 MODEL=DIR TRAJECTORY=FILE N=8 LEYLINE_CACHE=~/.cache/leyline"
+	@echo "  Variables: PYTHON=python3.11 PORT=30000 MODEL=DIR TRAJECTORY=FILE N=8 STEPS=100000 SEED=1 LEYLINE_CACHE=~/.cache/leyline"
 
 env: $(VENV)/.installed ## create .venv with SGLang for the CPU and everything else (about 2 minutes, 2 GB)
 
@@ -53,14 +53,17 @@ record: env ## record the demo's trajectory again, with real tools
 	@$(BIN)/python -m evals.replay.record
 
 test: check ## check, then the tests against a live server (minutes)
-	@$(BIN)/python -m pytest -m sglang
+	@$(BIN)/python -m pytest -m "sglang or slow"
 
 check: env ## format, lint, types, imports, tests without a server (under a minute)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
-	@$(BIN)/python -m pytest -m "not sglang and not gpu"
+	@$(BIN)/python -m pytest -m "not sglang and not slow and not gpu"
+
+fuzz: env ## random operations on SGLang's radix cache, against a model: make fuzz STEPS=100000 [SEED=1]
+	@$(BIN)/python -m tests.in_process.fuzz --steps $(or $(STEPS),100000) $(if $(SEED),--seed $(SEED))
 
 bench: env ## measure what the README quotes; prints JSON lines
 	@$(BIN)/python -m evals.micro.diff --json

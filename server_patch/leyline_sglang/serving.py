@@ -81,9 +81,10 @@ class Serving:
         self, original: Generate, manager: Any, obj: Any, http_request: Any = None
     ) -> AsyncIterator[Any]:
         """Stand around `TokenizerManager.generate_request`."""
+        text = None
         if not compat.is_internal(obj):
             _check_no_own_salt(getattr(obj, "cache_salt", None))
-        text = take_note(obj) if compat.is_generate(obj) else None
+            text = take_note(obj) if compat.is_generate(obj) else None
         if text is None:
             async with aclosing(original(manager, obj, http_request)) as stream:
                 async for output in stream:

@@ -1,0 +1,391 @@
+"""Random interleavings of everything that conversations and strangers may do, as a hypothesis state machine.
+
+The rules only choose; what must hold is checked by the world after each operation, and by the clients after each turn.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from typing import Any
+from unittest.mock import patch
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from leyline_sglang import footprints
+
+from leyline_agent.core.plan import apply_directives
+from leyline_agent.core.protocol import Directive, Mode, hash_token_ids
+from leyline_agent.errors import PlanError
+from tests.in_process.clients import Chat, Client, Turn
+from tests.in_process.harness import UNBOUNDED, NoRoomError, World, predictable_secrets
+
+_MAX_TOKENS = 60
+"""Of a prompt: two of them fill the small pool, so that evictions and a full pool come about."""
+_MAX_CHATS = 4
+
+_SYSTEM_PROMPTS = ((1, 2, 3, 4, 5, 6), (1, 2, 3, 7, 1, 1, 2, 3, 4), (1, 2, 3, *range(8, 32)))
+"""Texts that conversations begin with, so that they share rows. The diff keeps no runs as short as in most of them."""
+_FIRST_OUTPUTS = (7, 6, 5)
+
+TOKEN = st.integers(1, 7)
+TOKENS = st.lists(TOKEN, min_size=1, max_size=6)
+OUTPUTS = st.lists(TOKEN, max_size=4)
+BACK = st.sampled_from([0, 0, 0, 1, 2, 3])
+"""How many turns before the last one."""
+INDEX = st.integers(0, 7)
+"""Taken modulo the number of what is to be chosen from."""
+_MODE = st.sampled_from([Mode.AMORTIZE, Mode.AMORTIZE, Mode.AMORTIZE, Mode.FORGET])
+SPAN = st.tuples(st.integers(0, 8), st.integers(0, 5), st.lists(TOKEN, max_size=3), _MODE)
+"""A directive: tokens left alone before it, tokens removed, R, mode."""
+SPANS = st.lists(SPAN, min_size=1, max_size=4)
+BETWEEN = st.one_of(
+    st.tuples(st.just("evict"), st.integers(1, 40)),
+    st.tuples(st.just("ask"), TOKENS),
+    st.tuples(st.just("lose"), st.integers(0, 4)),
+)
+"""What comes between the steps of a turn."""
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Three conversations, two of them of one caller, and requests without a note."""
+
+    core = "rust"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chats: list[Chat] = []
+        self.clients: list[Client] = []
+
+    @initialize(size=st.sampled_from([96, 160, 320]), seed=st.integers(0, 7))
+    def start(self, size: int, seed: int) -> None:
+        """A server with a small, a middling or a large pool."""
+        self._patches = ExitStack()
+        self._patches.enter_context(predictable_secrets(seed))
+        # The model remembers everything.
+        self._patches.enter_context(patch.multiple(footprints, **UNBOUNDED))
+        self.world = World(self.core, size=size)
+        self.clients = [
+            Client(self.world, "anna"),
+            Client(self.world, "bert"),
+            Client(self.world, "cleo", cache_salt="tenant"),
+        ]
+
+    def teardown(self) -> None:
+        """End everything, which must leave no slot held."""
+        if not self.clients:
+            return
+        self.world.given_up = sys.exc_info()[0] is not None
+        try:
+            if not self.world.given_up:
+                for chat in list(self.chats):
+                    self._end(chat)
+                assert not self.world.running
+                assert self.world.tree.protected_size() == 0
+        finally:
+            self.world.given_up = True
+            for chat in list(self.chats):
+                self._end(chat, abort=True)
+            self.world.close()
+            self._patches.close()
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    @rule(who=INDEX, start=INDEX, extra=TOKENS, outputs=OUTPUTS, chunks=INDEX, again=st.booleans())
+    def begin(self, who: int, start: int, extra: list[int], outputs: list[int], chunks: int, again: bool) -> None:
+        """A first turn, or the same turn once more."""
+        client = self._client(who)
+        if again:
+            turn = self._turn(client, start)
+            self._chat(client, turn.prompt, outputs, chunks, turn_id=turn.turn_id)
+        else:
+            self._chat(client, [*_SYSTEM_PROMPTS[start % len(_SYSTEM_PROMPTS)], *extra], outputs, chunks)
+
+    @rule(who=INDEX, back=BACK, extra=TOKENS, outputs=OUTPUTS, chunks=INDEX)
+    def grow(self, who: int, back: int, extra: list[int], outputs: list[int], chunks: int) -> None:
+        """A turn that goes on from an earlier one."""
+        client = self._client(who)
+        base = self._turn(client, back)
+        self._chat(client, [*base.sequence, *extra], outputs, chunks, base=base.turn_id)
+
+    @rule(who=INDEX, spans=SPANS, extra=TOKENS, outputs=OUTPUTS)
+    def edit(self, who: int, spans: list[Any], extra: list[int], outputs: list[int]) -> None:
+        """A turn whose base, the last turn, was edited."""
+        self._edit(self._client(who), 0, spans, extra, outputs)
+
+    @rule(who=INDEX, spans=SPANS, extra=TOKENS, outputs=OUTPUTS, scrub=st.booleans())
+    def edit_explicitly(self, who: int, spans: list[Any], extra: list[int], outputs: list[int], scrub: bool) -> None:
+        """The same, the note having the directives."""
+        self._edit(self._client(who), 0, spans, extra, outputs, explicit=True, scrub=scrub)
+
+    @rule(who=INDEX, edits=st.lists(SPANS, min_size=2, max_size=4), outputs=OUTPUTS)
+    def edit_again_and_again(self, who: int, edits: list[Any], outputs: list[int]) -> None:
+        """Several edited turns in a row, each editing what the last one left."""
+        for spans in edits:
+            amortized = [(gap, length, replacement, Mode.AMORTIZE) for gap, length, replacement, _ in spans]
+            self._edit(self._client(who), 0, amortized, [1], outputs, explicit=True)
+
+    @rule(who=INDEX, back=BACK, spans=SPANS, extra=TOKENS, outputs=OUTPUTS, chunks=INDEX, explicit=st.booleans())
+    def edit_side_by_side(
+        self,
+        who: int,
+        back: int,
+        spans: list[Any],
+        extra: list[int],
+        outputs: list[int],
+        chunks: int,
+        explicit: bool,
+    ) -> None:
+        """A turn that edits any earlier one, and may go on running."""
+        self._edit(self._client(who), back, spans, extra, outputs, chunks, explicit=explicit)
+
+    @rule(who=INDEX, spans=SPANS, extra=TOKENS, outputs=OUTPUTS, explicit=st.booleans(), between=BETWEEN)
+    def edit_interrupted(
+        self, who: int, spans: list[Any], extra: list[int], outputs: list[int], explicit: bool, between: Any
+    ) -> None:
+        """A turn in the middle of whose edits something happens."""
+        self._edit(self._client(who), 0, spans, extra, outputs, explicit=explicit, between=between)
+
+    @rule(
+        who=INDEX,
+        back=BACK,
+        spans=st.lists(SPAN, max_size=2),
+        mode=st.sampled_from(["reprefill", "forget"]),
+        extra=TOKENS,
+        outputs=OUTPUTS,
+        chunks=INDEX,
+        between=BETWEEN,
+        scrub=st.booleans(),
+    )
+    def start_over(
+        self,
+        who: int,
+        back: int,
+        spans: list[Any],
+        mode: str,
+        extra: list[int],
+        outputs: list[int],
+        chunks: int,
+        between: Any,
+        scrub: bool,
+    ) -> None:
+        """A turn that is to be spliced nowhere, or whose old text is to be forgotten."""
+        client = self._client(who)
+        base = self._turn(client, back)
+        prompt = [*apply_directives(base.sequence, _directives(base.sequence, spans)), *extra]
+        self._chat(client, prompt, outputs, chunks, between, base=base.turn_id, mode=mode, scrub=scrub)
+
+    @rule(
+        who=INDEX,
+        back=BACK,
+        which=st.one_of(st.just("all"), st.lists(INDEX, min_size=1, max_size=3)),
+        extra=TOKENS,
+        outputs=OUTPUTS,
+        chunks=INDEX,
+        between=BETWEEN,
+        scrub=st.booleans(),
+    )
+    def forget(
+        self,
+        who: int,
+        back: int,
+        which: Any,
+        extra: list[int],
+        outputs: list[int],
+        chunks: int,
+        between: Any,
+        scrub: bool,
+    ) -> None:
+        """A turn that forgets earlier edits."""
+        client = self._client(who)
+        base = self._turn(client, back)
+        if which != "all" and not client.edits:
+            return
+        edits = list(client.edits)
+        forget = which if which == "all" else tuple(edits[-1 - idx % len(edits)] for idx in which)
+        self._chat(
+            client,
+            [*base.sequence, *extra],
+            outputs,
+            chunks,
+            between,
+            base=base.turn_id,
+            forget=forget,
+            scrub=scrub,
+        )
+
+    @rule(salt=st.sampled_from([None, "tenant", "stranger"]), start=INDEX, whose=INDEX, back=INDEX, extra=TOKENS)
+    def stranger(self, salt: str | None, start: int, whose: int, back: int, extra: list[int]) -> None:
+        """A request without a note, perhaps for a text that a conversation has."""
+        prompt = (
+            self._turn(self._client(whose), back).prompt if start % 2 else _SYSTEM_PROMPTS[start % len(_SYSTEM_PROMPTS)]
+        )
+        self._ask_plainly([*prompt, *extra], salt)
+
+    # --- routes -----------------------------------------------------------------------------------------------------
+
+    @rule(who=INDEX, back=BACK, spans=SPANS, between=BETWEEN, scrub=st.booleans())
+    def splice(self, who: int, back: int, spans: list[Any], between: Any, scrub: bool) -> None:
+        """An explicit splice, outside of a request."""
+        client = self._client(who)
+        base = self._turn(client, back)
+        # A refusal with a reason, or a reply that we have lost; an internal error is neither.
+        with _Between(self, client, between), suppress(PlanError, TimeoutError):
+            client.splice(base.sequence, _directives(base.sequence, spans), scrub=scrub)
+        self.on_step()
+
+    @rule(who=INDEX, scrub=st.booleans())
+    def release(self, who: int, scrub: bool) -> None:
+        """A conversation is let go."""
+        self._client(who).release(scrub=scrub)
+        self.on_step()
+
+    # --- the engine -------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.chats)
+    @rule(idx=INDEX, how=st.sampled_from(["advance", "finish", "abort"]))
+    def go_on(self, idx: int, how: str) -> None:
+        """A request decodes, ends, or is left by its caller."""
+        chat = self.chats[idx % len(self.chats)]
+        if how == "advance" and chat.client.advance(chat):
+            self.on_step()
+            return
+        self._end(chat, abort=how == "abort")
+        self.on_step()
+
+    @rule(num_tokens=st.one_of(st.integers(1, 8), st.integers(1, 200)))
+    def evict(self, num_tokens: int) -> None:
+        """Other requests need room."""
+        self.world.evict(num_tokens)
+        self.on_step()
+
+    @precondition(lambda self: self.clients and not self.world.running)
+    @rule()
+    def flush(self) -> None:
+        """The cache is emptied."""
+        assert self.world.flush()
+        self.on_step()
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _client(self, who: int) -> Client:
+        return self.clients[who % len(self.clients)]
+
+    def _turn(self, client: Client, back: int) -> Turn:
+        """Return an earlier turn; a conversation that has none has its first one now."""
+        if not client.turns:
+            client.chat(_SYSTEM_PROMPTS[back % len(_SYSTEM_PROMPTS)], outputs=_FIRST_OUTPUTS)
+            self.on_step()
+        return client.turns[-1 - back % len(client.turns)]
+
+    def _edit(
+        self,
+        client: Client,
+        back: int,
+        spans: list[Any],
+        extra: Sequence[int],
+        outputs: Sequence[int],
+        chunks: int = 7,
+        *,
+        explicit: bool = False,
+        between: Any = None,
+        scrub: bool = False,
+    ) -> None:
+        base = self._turn(client, back)
+        directives = _directives(base.sequence, spans)
+        prompt = [*apply_directives(base.sequence, directives), *extra]
+        note: dict[str, Any] = {"base": base.turn_id, "scrub": scrub}
+        if explicit:
+            note |= {
+                "directives": tuple(directives),
+                "base_len": len(base.sequence),
+                "base_hash": hash_token_ids(base.sequence),
+            }
+        self._chat(client, prompt, outputs, chunks, between, **note)
+
+    def _chat(
+        self,
+        client: Client,
+        prompt: Sequence[int],
+        outputs: Sequence[int],
+        chunks: int,
+        between: Any = None,
+        **note: Any,
+    ) -> None:
+        if len(prompt) > _MAX_TOKENS:
+            # Too long to go on with; the conversation begins anew.
+            client.turns.clear()
+            return
+        if len(self.chats) >= _MAX_CHATS:
+            self._end(self.chats[0])
+        with _Between(self, client, between):
+            chat = client.begin(prompt, outputs=outputs, **note)
+        for _ in range(chunks):
+            if not client.advance(chat):
+                break
+        if not chat.done:
+            self.chats.append(chat)
+        self.on_step()
+
+    def _end(self, chat: Chat, *, abort: bool = False) -> None:
+        if abort:
+            chat.client.abort(chat)
+        else:
+            chat.client.finish(chat)
+        if chat in self.chats:
+            self.chats.remove(chat)
+
+    def _ask_plainly(self, prompt: Sequence[int], salt: str | None) -> None:
+        actor, self.world.actor = self.world.actor, "a stranger"
+        try:
+            self.world.finish(self.world.start(prompt, (None, salt)))
+        except NoRoomError:
+            pass
+        finally:
+            self.world.actor = actor
+        self.on_step()
+
+    def on_step(self) -> None:
+        """Called after each operation."""
+
+
+class _Between:
+    """Has something happen after each step of the turn that is carried out inside of it."""
+
+    def __init__(self, machine: CacheMachine, client: Client, what: Any) -> None:
+        self._machine = machine
+        self._what = what
+        self._client = client
+        self._num_steps = 0
+
+    def __enter__(self) -> None:
+        if self._what is not None:
+            self._machine.world.between = self._step
+
+    def __exit__(self, *_error: object) -> None:
+        self._machine.world.between = None
+
+    def _step(self, after: str) -> None:
+        kind, argument = self._what
+        machine, world = self._machine, self._machine.world
+        self._num_steps += 1
+        if kind == "evict":
+            world.evict(argument)
+        elif kind == "ask":
+            machine._ask_plainly([*_SYSTEM_PROMPTS[0], *argument], self._client.cache_salt)
+        elif kind == "lose" and after == "ask" and self._num_steps > argument:
+            raise TimeoutError
+
+
+def _directives(base: Sequence[int], spans: list[Any]) -> list[Directive]:
+    """Lay the spans out over the base, as far as they fit."""
+    directives: list[Directive] = []
+    at = 0
+    for gap, length, replacement, mode in spans:
+        start = at + gap
+        if start > len(base):
+            break
+        at = min(start + length, len(base))
+        directives.append(Directive(start=start, end=at, replacement_ids=tuple(replacement), mode=mode))
+    return directives or [Directive(start=0, end=min(1, len(base)))]

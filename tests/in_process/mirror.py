@@ -1,0 +1,366 @@
+"""What the scheduler's half must make of each message, carried out on the plain model and compared with its answer.
+
+Written from the contract (`io_types.py` and the design), token by token, where the code under test works on radix
+nodes. Slots are read back from the tree, and so is what SGLang chose to evict, wherever it had to.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from leyline_sglang.io_types import CacheReply, CacheRequest, unpack
+from leyline_sglang.namespaces import parked_salt
+
+from leyline_agent.core.protocol import Reason
+from tests.in_process.model import Model, Namespace, Node
+from tests.in_process.rows import Influence, Row
+
+SlotsOf = Callable[[Namespace, "array[int]"], list[int]]
+
+
+@dataclass(slots=True)
+class Closed:
+    """A tag that nobody may be served from any more."""
+
+    keep: tuple[int, ...]
+    """What may stay in a shared namespace of what is to be forgotten."""
+    forget: bool
+    scrub: bool
+    successor: str | None
+    """The conversation's open tag, if it goes on."""
+
+
+@dataclass(slots=True)
+class Dropped:
+    """What became of the rows of closed tags."""
+
+    dropped: int = 0
+    held: int = 0
+    shared: int = 0
+
+    def __iadd__(self, more: Dropped) -> Dropped:
+        return Dropped(self.dropped + more.dropped, self.held + more.held, self.shared + more.shared)
+
+
+class Mirror:
+    """The model, the tags' footprints in shared namespaces, and the closed tags."""
+
+    def __init__(self, size: int, slots_of: SlotsOf, actor_of: Callable[[str], str]) -> None:
+        self.model = Model(size)
+        self.closed: dict[str, Closed] = {}
+        self._due: set[str] = set()
+        """Closed tags of which requests hold something."""
+        self._slots_of = slots_of
+        self._actor_of = actor_of
+        self._shared: dict[str, list[tuple[Namespace, tuple[int, ...]]]] = {}
+        self.moves: list[tuple[CacheRequest, Influence]] = []
+        """The moves carried out so far, and what each one's rows carry from then on."""
+
+    def clear(self) -> None:
+        """Forget everything, as a flush does."""
+        self.model.clear()
+        self.closed.clear()
+        self._due.clear()
+        self._shared.clear()
+
+    # --- footprints -------------------------------------------------------------------------------------------------
+
+    def record(self, tag: str, namespace: Namespace, token_ids: Sequence[int]) -> None:
+        """Take note of what a tag has put into a shared namespace."""
+        closed = self.closed.get(tag)
+        if closed is not None and not closed.forget and closed.successor is not None and not is_own(namespace):
+            tag = closed.successor
+        if tag in self.closed:
+            self._due.add(tag)
+        if is_own(namespace):
+            return
+        ids = tuple(token_ids)
+        known = self._shared.setdefault(tag, [])
+        if not any(ns == namespace and other[: len(ids)] == ids for ns, other in known):
+            known[:] = [(ns, other) for ns, other in known if ns != namespace or ids[: len(other)] != other]
+            known.append((namespace, ids))
+
+    def num_sequences(self, tag: str) -> int:
+        """Return how many sequences a tag has in shared namespaces."""
+        return len(self._shared.get(tag, ()))
+
+    def extra_keys(self) -> set[str | None]:
+        """Return the extra keys in use."""
+        return {extra_key for extra_key, _ in self.model.roots}
+
+    def _candidates(self, tag: str, keep_own: Sequence[int]) -> list[Node]:
+        """Return what a closed tag must lose, were nothing of it held or gone on from; children before parents."""
+        closed = self.closed[tag]
+        found: dict[int, Node] = {}
+        for extra_key in self.extra_keys():
+            own = (extra_key, tag)
+            kept = {id(node) for node in self.model.match(own, keep_own)}
+            nodes = [*self.model.root(own).below(), *self.model.root((extra_key, parked_salt(tag))).below()]
+            found |= {id(node): node for node in nodes if id(node) not in kept}
+        for namespace, token_ids in self._shared.get(tag, ()) if closed.forget else ():
+            keep = common_prefix(token_ids, closed.keep)
+            found |= {id(node): node for node in self.model.match(namespace, token_ids)[keep:]}
+        return sorted(found.values(), key=lambda node: -node.depth)
+
+    def empty(self, tag: str, freed: set[int], *, keep_own: Sequence[int] = ()) -> Dropped:
+        """Drop what a closed tag may lose now; its slots must be among `freed`."""
+        closed = self.closed[tag]
+        candidates = self._candidates(tag, keep_own)
+        result = Dropped()
+        for node in candidates:
+            if node.num_holds:
+                result.held += 1
+            elif node.children:
+                result.shared += 1
+            else:
+                assert node.slot in freed, f"{node.row} of the closed namespace {node.namespace} is still cached"
+                self.model.drop(node)
+                result.dropped += 1
+        if closed.forget:
+            left: list[tuple[Namespace, tuple[int, ...]]] = []
+            for namespace, token_ids in self._shared.get(tag, ()):
+                path = self.model.match(namespace, token_ids)
+                if any(node.num_holds for node in path[common_prefix(token_ids, closed.keep) :]):
+                    left.append((namespace, token_ids[: len(path)]))
+            self._shared[tag] = left
+        (self._due.add if result.held else self._due.discard)(tag)
+        return result
+
+    def retry(self, freed: set[int]) -> tuple[int, bool]:
+        """Drop what requests held of closed tags; return how many rows went, and whether a scrub was due."""
+        dropped, scrub = 0, False
+        for tag in sorted(self.closed):
+            gone = self.empty(tag, freed).dropped
+            dropped += gone
+            scrub |= gone > 0 and self.closed[tag].scrub
+        return dropped, scrub
+
+    # --- one message ------------------------------------------------------------------------------------------------
+
+    def answered(self, request: CacheRequest, reply: CacheReply, freed: set[int], available: int) -> None:
+        """Carry out one message and compare with the reply.
+
+        Args:
+            request: what was asked.
+            reply: what came back.
+            freed: slots that went back to the allocator meanwhile.
+            available: free slots before.
+        """
+        assert reply.reason != Reason.INTERNAL_ERROR, reply.message
+        if request.close:
+            self._close(request, reply, freed, available)
+        if request.drop_parked and request.own_salt:
+            self._drop_parked(request, freed)
+        if request.move:
+            self._move(request, reply, freed, available)
+        base, new = unpack(request.base), unpack(request.new)
+        for name, token_ids in (("base", base), ("new", new)):
+            shared = len(self.model.match((request.extra_key, request.shared_salt), token_ids))
+            own = len(self.model.match((request.extra_key, request.own_salt), token_ids)) if request.own_salt else 0
+            said = getattr(reply, f"{name}_shared"), getattr(reply, f"{name}_own")
+            assert said == (shared, own), f"{name}: the reply says {said} are cached, the model {(shared, own)}"
+        if request.count_own and request.own_salt:
+            assert reply.own_tokens == self.model.size((request.extra_key, request.own_salt)) + self.model.size(
+                (request.extra_key, parked_salt(request.own_salt))
+            )
+
+    def _close(self, request: CacheRequest, reply: CacheReply, freed: set[int], available: int) -> None:
+        new = unpack(request.new)
+        total, evicted = Dropped(), 0
+        for tag in request.close:
+            self._close_tag(tag, tuple(new), request)
+            if request.keep_tokens and tag == request.close[-1]:
+                keep = new[: request.keep_tokens]
+                total.dropped += self.empty(tag, freed, keep_own=keep).dropped
+                evicted += self._hand_over(request, tag, keep, freed, available + total.dropped)
+        actors = {self._actor_of(tag) for tag in request.close}
+        earlier = [tag for tag in self._due if self._actor_of(tag) in actors]
+        for tag in sorted({*request.close, *earlier}):
+            total += self.empty(tag, freed)
+        # What was evicted for the copy of the head may be what would have been dropped after it.
+        assert total.dropped <= reply.dropped <= total.dropped + evicted, f"{reply.dropped} dropped, expected {total}"
+        assert (reply.held, reply.shared) == (total.held, total.shared), f"{reply}, expected {total}"
+
+    def _close_tag(self, tag: str, new: tuple[int, ...], request: CacheRequest) -> None:
+        for earlier in self.closed.values():
+            # What is forgotten now, the conversation's earlier requests may not keep either.
+            if earlier.successor == tag:
+                earlier.successor = request.own_salt
+                if request.forget:
+                    kept = common_prefix(earlier.keep, new) if earlier.forget else len(new)
+                    earlier.forget, earlier.keep = True, new[:kept]
+                    earlier.scrub |= request.scrub
+        self.closed[tag] = Closed(new, request.forget, request.scrub, request.own_salt)
+        if not request.forget and request.own_salt is not None:
+            for namespace, token_ids in self._shared.pop(tag, []):
+                self.record(request.own_salt, namespace, token_ids)
+
+    def _hand_over(self, request: CacheRequest, tag: str, keep: array[int], freed: set[int], available: int) -> int:
+        """Move the kept head to the new namespace; return how many rows were evicted for that."""
+        old, own = (request.extra_key, tag), (request.extra_key, request.own_salt)
+        path = self.model.match(old, keep)
+        head = keep[: len(path)]
+        if not path or self.model.match(own, head):
+            return 0
+        rows = [_row(node) for node in path]
+        if not any(node.num_holds or len(node.children) > 1 for node in path) and not path[-1].children:
+            slots = [node.slot for node in path]
+            for node in reversed(path):
+                self.model.drop(node)
+            assert self._slots_of(own, head) == slots, "the head was to be moved without touching its rows"
+            self._grow(own, head, rows, 0)
+            return 0
+        evicted = 0
+        if available < len(path):
+            if available + self.model.num_evictable(path) < len(path):
+                assert not self._slots_of(own, head)
+                return 0
+            evicted = len(self.model.drop_slots(freed & set(self.model.by_slot)))
+        self._grow(own, head, rows, 0)
+        return evicted
+
+    def _drop_parked(self, request: CacheRequest, freed: set[int]) -> None:
+        assert request.own_salt is not None
+        parked = list(self.model.root((request.extra_key, parked_salt(request.own_salt))).below())
+        for node in reversed(parked):
+            assert node.slot in freed, f"{node.row} is still parked"
+            self.model.drop(node)
+
+    # --- moving -----------------------------------------------------------------------------------------------------
+
+    def _move(self, request: CacheRequest, reply: CacheReply, freed: set[int], available: int) -> None:
+        assert request.own_salt is not None
+        model, base, new = self.model, unpack(request.base), unpack(request.new)
+        own = (request.extra_key, request.own_salt)
+        shared = (request.extra_key, request.shared_salt)
+        parked = (request.extra_key, parked_salt(request.own_salt))
+        offset = request.parked_from or 0
+        if request.parked_from is None:
+            before = model.size(parked)
+            self._drop_parked(request, freed)
+            available += before
+            source_ns = own if request.from_own else shared
+        else:
+            source_ns = parked
+        target_ids = new[: request.dst_start + request.src_end - request.src_start]
+        target = model.match(own, target_ids)
+        source = model.match(source_ns, base[offset : request.src_end])
+        num_kept = offset + len(source) - request.src_start
+        head = (
+            target
+            if len(target) >= request.dst_start
+            else model.match(own if request.head_from_own else shared, new[: request.dst_start])
+        )
+        if len(target) == len(target_ids):
+            self._nothing_moved(reply, "")
+            return
+        if num_kept <= 0 or len(head) < request.dst_start:
+            self._nothing_moved(reply, Reason.EVICTED)
+            return
+        target_ids = target_ids[: request.dst_start + num_kept]
+        matched = len(target)
+        if matched >= len(target_ids):
+            self._nothing_moved(reply, "")
+            return
+        influence: Influence = (self._actor_of(request.own_salt), len(self.moves))
+        whole = model.match(source_ns, base[offset:])
+        if request.parked_from is None:
+            cut = max(request.removed_start, common_prefix(base, new[: request.dst_start]))
+        else:
+            cut = 0
+        in_place = (
+            request.in_place
+            and source_ns != shared
+            and matched == request.dst_start
+            and offset + cut <= request.src_start
+            and _is_free_chain(whole[cut:])
+        )
+        rows = [_row(node) for node in (*head[: request.dst_start], *source[request.src_start - offset :])]
+        if in_place:
+            assert reply.moved_in_place, "the rows could be moved in place, but were not"
+            rest = (
+                [_row(node) for node in whole[request.src_start - offset + num_kept :]] if request.more_follow else []
+            )
+            for node in reversed(whole[cut:]):
+                model.drop(node)
+            self._grow(own, target_ids, rows, matched, influence, request.dst_start)
+            self.moves.append((request, influence))
+            parked_from = request.src_start + num_kept if rest else None
+            assert reply.parked_from == parked_from, f"parked from {reply.parked_from}, expected {parked_from}"
+            if rest:
+                self._grow(parked, base[parked_from:][: len(rest)], rest, 0)
+            assert (reply.reason, reply.moved, reply.copied) == ("", num_kept, 0)
+            return
+        assert not reply.moved_in_place, "rows were moved in place that are held, gone on from or not ours"
+        num_new = len(target_ids) - matched
+        room = model.num_evictable(source, head, target)
+        if available < num_new and available + room < num_new:
+            self._nothing_moved(reply, Reason.POOL_FULL)
+            return
+        if available < num_new:
+            model.drop_slots(freed & set(model.by_slot))
+        self._grow(own, target_ids, rows, matched, influence, request.dst_start)
+        self.moves.append((request, influence))
+        num_head = max(0, request.dst_start - matched)
+        assert (reply.reason, reply.moved, reply.copied) == ("", num_new - num_head, num_head)
+        if source_ns == shared:
+            self.record(request.own_salt, shared, base)
+
+    def _nothing_moved(self, reply: CacheReply, reason: str) -> None:
+        assert reply.reason == reason, f"{reply.reason!r} ({reply.message}), expected {reason!r}"
+        assert (reply.moved, reply.copied, reply.moved_in_place) == (0, 0, False)
+
+    def _grow(
+        self,
+        namespace: Namespace,
+        token_ids: array[int],
+        rows: list[Row],
+        matched: int,
+        influence: Influence | None = None,
+        moved_from: int = 0,
+    ) -> None:
+        """Cache `rows[matched:]` right of what is cached; from `moved_from` on `influence` has put them there."""
+        slots = self._slots_of(namespace, token_ids)
+        assert len(slots) == len(token_ids), f"{len(slots)} of {len(token_ids)} tokens are cached in {namespace}"
+        node = self.model.root(namespace)
+        for position, token in enumerate(token_ids):
+            if position < matched:
+                node = node.children[token]
+                assert node.slot == slots[position], "a cached row changed its slot"
+                continue
+            row = rows[position]
+            if influence is not None and position >= moved_from:
+                row = row.moved(position, row.influences | node.influences | {influence})
+            node = self.model.grow(node, row, slots[position])
+
+
+def is_own(namespace: Namespace) -> bool:
+    """Whether a namespace is a conversation's own, or where it parks."""
+    return namespace[1] is not None and namespace[1].startswith("leyline-")
+
+
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return the length of the common prefix."""
+    count = 0
+    for one, other in zip(left, right, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
+
+
+def _row(node: Node) -> Row:
+    assert node.row is not None
+    return node.row
+
+
+def _is_free_chain(nodes: Iterable[Node]) -> bool:
+    """Whether nobody holds these nodes, nor goes on from any of them but to the next one."""
+    nodes = list(nodes)
+    children = [*nodes[1:], None]
+    return all(
+        not node.num_holds and list(node.children.values()) == ([] if child is None else [child])
+        for node, child in zip(nodes, children, strict=True)
+    )
