@@ -237,7 +237,7 @@ def test_health_tells_an_unreachable_server_apart(capsys: pytest.CaptureFixture[
 _ID = "KYc2t0XkLlV8bXwWq1mDfQ"
 _EDIT = {"edit_id": "e1", "turn": "t1", "position": 3, "removed_tokens": 9, "replacement_tokens": 2}
 _TURN = {"prompt_tokens": 50, "output_tokens": 4, "cached_tokens": 53, "edits": [_EDIT], "own_namespace": True}
-_STATE = {"conversation_hash": "0" * 32, "own_tokens": 53, "turns": [{"turn": "t2", **_TURN}]}
+_STATE = {"conversation_hash": "0" * 32, "own_tokens": 53, "turns": [{"turn": "t2", **_TURN}], "explicit_edits": []}
 _RELEASED = {"conversation_hash": "0" * 32, "purge": {"dropped_tokens": 53, "held_tokens": 2, "scrubbed_tokens": 900}}
 
 

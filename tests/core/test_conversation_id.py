@@ -31,7 +31,7 @@ def _urlsafe(secret: bytes) -> str:
 @pytest.mark.parametrize("make", RANDOM.values(), ids=RANDOM.keys())
 def test_random_ids_pass(make: Callable[[Random], str]) -> None:
     random = Random(2024)
-    for _ in range(100_000):
+    for _ in range(20_000):
         check_conversation_id(make(random))
 
 
