@@ -94,7 +94,7 @@ def _fuzz(core: str, seed: int, num_steps: int, only: int | None) -> int:
         batch = batch + 1 if only is None else only
         try:
             run_state_machine_as_test(  # type: ignore[no-untyped-call]
-                seeded(seed * 1_000_003 + batch)(Machine),
+                seeded((seed * 1_000_003 + batch) * len(_CORES) + _CORES.index(core))(Machine),
                 settings=settings(
                     max_examples=_EXAMPLES,
                     stateful_step_count=_STEPS,

@@ -220,18 +220,17 @@ class World:
 
     def ask(self, request: CacheRequest) -> CacheReply:
         """Send one message to the scheduler and compare what it does and says with the model."""
-        self.allocator.freed.clear()
-        available = self.allocator.available_size()
         if request.own_salt is not None:
             self.actor_of(request.own_salt)
+        # A message first drops what is due of closed tags; here that is done before, to tell the two apart.
+        self._drop_what_was_held(None)
+        self.allocator.freed.clear()
+        available = self.allocator.available_size()
         reply = splice.handle(self.scheduler, request)
         if not request.capabilities:
-            freed = set(self.allocator.freed)
             if request.scrub:
                 self._check_scrubbed(reply, all_of_it=not request.move)
-            # Every message first drops what requests under closed tags have let go of.
-            dropped, _ = self.mirror.retry(freed)
-            self.mirror.answered(request, reply, freed, available + dropped)
+            self.mirror.answered(request, reply, set(self.allocator.freed), available)
             self.check()
         return reply
 
@@ -281,7 +280,7 @@ class World:
         self.served.append((namespace, list(running.view)))
         self._compute(running, range(len(nodes), len(ids)), list(ids))
         self._checkpoint(running)
-        self._after_batch()
+        self._drop_what_was_held(req)
         self.check()
         return running
 
@@ -302,7 +301,7 @@ class World:
             self._compute(running, range(at, at + 1), [*req.origin_input_ids, *req.output_ids])
         req.output_ids.append(token)
         running.outputs.append(token)
-        self._after_batch()
+        self._drop_what_was_held(req)
         self.check()
 
     def finish(self, running: Running, *, aborted: bool = False) -> None:
@@ -319,7 +318,7 @@ class World:
         req.kv.mark_kv_released()
         _hold(running.held, -1)
         self.running.remove(running)
-        self._after_batch()
+        self._drop_what_was_held(req)
         self.check()
 
     def evict(self, num_tokens: int) -> None:
@@ -417,11 +416,19 @@ class World:
             gone = self.model.drop_slots(set(self.allocator.freed))
             assert self.bounded or not gone
 
-    def _after_batch(self) -> None:
+    def _drop_what_was_held(self, req: Req | None) -> None:
+        """Do what the plugin's hook does once the results of a batch, here of one request, are in.
+
+        It takes a few tags a batch, so it is called as often as it may take for all.
+        """
         self.allocator.freed.clear()
-        splice.drop_what_was_held(self.scheduler)
-        dropped, scrub = self.mirror.retry(set(self.allocator.freed))
-        assert len(self.allocator.freed) == dropped, f"{self.allocator.freed} went, {dropped} were expected to"
+        batch = None if req is None else SimpleNamespace(reqs=[req])
+        for _ in range(1 + len(self.mirror.closed) // footprints._TAGS_A_RETRY):
+            splice.drop_what_was_held(self.scheduler, batch)
+            batch = None
+        freed = self.allocator.freed
+        dropped, scrub = self.mirror.retry(set(freed), has_ended=req is not None and req.finished())
+        assert len(freed) == dropped
         if scrub:
             self._check_scrubbed()
 

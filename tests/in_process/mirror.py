@@ -106,7 +106,6 @@ class Mirror:
 
     def empty(self, tag: str, freed: set[int], *, keep_own: Sequence[int] = ()) -> Dropped:
         """Drop what a closed tag may lose now; its slots must be among `freed`."""
-        closed = self.closed[tag]
         candidates = self._candidates(tag, keep_own)
         result = Dropped()
         for node in candidates:
@@ -118,6 +117,12 @@ class Mirror:
                 assert node.slot in freed, f"{node.row} of the closed namespace {node.namespace} is still cached"
                 self.model.drop(node)
                 result.dropped += 1
+        self._settle(tag)
+        return result
+
+    def _settle(self, tag: str) -> None:
+        """Take note of what is left of a closed tag: only what a request holds is waited for."""
+        closed = self.closed[tag]
         if closed.forget:
             left: list[tuple[Namespace, tuple[int, ...]]] = []
             for namespace, token_ids in self._shared.get(tag, ()):
@@ -125,17 +130,30 @@ class Mirror:
                 if any(node.num_holds for node in path[common_prefix(token_ids, closed.keep) :]):
                     left.append((namespace, token_ids[: len(path)]))
             self._shared[tag] = left
-        (self._due.add if result.held else self._due.discard)(tag)
-        return result
+        is_due = any(node.num_holds for node in self._candidates(tag, ()))
+        (self._due.add if is_due else self._due.discard)(tag)
 
-    def retry(self, freed: set[int]) -> tuple[int, bool]:
-        """Drop what requests held of closed tags; return how many rows went, and whether a scrub was due."""
-        dropped, scrub = 0, False
-        for tag in sorted(self.closed):
-            gone = self.empty(tag, freed).dropped
-            dropped += gone
-            scrub |= gone > 0 and self.closed[tag].scrub
-        return dropped, scrub
+    def retry(self, freed: set[int], *, has_ended: bool) -> tuple[int, bool]:
+        """Drop what requests held of closed tags; return how many rows went, and whether a scrub was due.
+
+        Once a request has ended, all that it alone had held must go. What lies under a closed tag and is not held may
+        go at any time.
+        """
+        must: dict[str, set[int]] = {}
+        may: set[int] = set()
+        for tag in self.closed:
+            candidates = self._candidates(tag, ())
+            may |= {node.slot for node in candidates}
+            if tag in self._due:
+                must[tag] = _droppable(candidates)
+        for slot in set().union(*must.values()) - freed if has_ended else ():
+            raise AssertionError(f"{self.model.by_slot[slot].row} of a closed namespace is cached, and held by nobody")
+        assert freed <= may, f"{[self.model.by_slot[slot].row for slot in freed - may]} was dropped, of no closed tag"
+        self.model.drop_slots(freed)
+        if has_ended:
+            for tag in list(self._due):
+                self._settle(tag)
+        return len(freed), any(self.closed[tag].scrub and slots & freed for tag, slots in must.items())
 
     # --- one message ------------------------------------------------------------------------------------------------
 
@@ -175,10 +193,13 @@ class Mirror:
                 keep = new[: request.keep_tokens]
                 total.dropped += self.empty(tag, freed, keep_own=keep).dropped
                 evicted += self._hand_over(request, tag, keep, freed, available + total.dropped)
-        actors = {self._actor_of(tag) for tag in request.close}
-        earlier = [tag for tag in self._due if self._actor_of(tag) in actors]
-        for tag in sorted({*request.close, *earlier}):
+        for tag in request.close:
             total += self.empty(tag, freed)
+        # What earlier namespaces of the same conversation have left is reported too, where the conversation goes on.
+        if request.own_salt is not None:
+            actors = {self._actor_of(tag) for tag in request.close}
+            for tag in sorted(tag for tag in self._due - {*request.close} if self._actor_of(tag) in actors):
+                total += self.empty(tag, freed)
         # What was evicted for the copy of the head may be what would have been dropped after it.
         assert total.dropped <= reply.dropped <= total.dropped + evicted, f"{reply.dropped} dropped, expected {total}"
         assert (reply.held, reply.shared) == (total.held, total.shared), f"{reply}, expected {total}"
@@ -334,6 +355,15 @@ class Mirror:
             if influence is not None and position >= moved_from:
                 row = row.moved(position, row.influences | node.influences | {influence})
             node = self.model.grow(node, row, slots[position])
+
+
+def _droppable(candidates: list[Node]) -> set[int]:
+    """Return the slots of those that nobody holds or goes on from but others of them; children come first."""
+    gone: set[int] = set()
+    for node in candidates:
+        if not node.num_holds and all(child.slot in gone for child in node.children.values()):
+            gone.add(node.slot)
+    return gone
 
 
 def is_own(namespace: Namespace) -> bool:

@@ -253,10 +253,10 @@ def test_nobody_is_served_what_an_edit_of_another_tenant_acts_on(core: str, call
     every_order(core, callers, 4)
 
 
-@pytest.mark.sglang
+@pytest.mark.slow
 @pytest.mark.parametrize("callers", TENANTS.values(), ids=TENANTS)
 def test_nor_after_any_six_operations(callers: list[dict[str, Any]]) -> None:
-    # On the core that a server has by default. Needs no server, but a minute.
+    # On the core that a server has by default.
     every_order("rust", callers, 6)
 
 
