@@ -198,7 +198,9 @@ class Footprints:
         for tag in now:
             if tag in self._due:
                 purge = self.empty(radix, tag)
-                scrub |= self._closed[tag].scrub and purge.dropped_tokens > 0
+                # Also where another tag has dropped the rows that both had: nothing of it is held any more.
+                has_gone = purge.dropped_tokens > 0 or tag not in self._due
+                scrub |= self._closed[tag].scrub and has_gone
         if scrub:
             compat.scrub_free_slots(scheduler)
 

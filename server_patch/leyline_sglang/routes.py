@@ -43,6 +43,7 @@ _HTTP_STATUS = {
     Reason.DISABLED: 409,
     Reason.UNSUPPORTED_SERVER: 409,
     Reason.TIMEOUT: 408,
+    Reason.INTERNAL_ERROR: 500,
 }
 
 
@@ -58,7 +59,7 @@ def add_routes(app: FastAPI, serving: Serving, installed: list[str]) -> None:
             return _error(Reason.TIMEOUT, f"the scheduler did not answer within {serving.config.timeout_s} s")
         except Exception as error:
             logger.exception("leyline: a request to one of our routes failed")
-            return JSONResponse(_problem(Reason.INTERNAL_ERROR, f"{type(error).__name__}: {error}"), 500)
+            return _error(Reason.INTERNAL_ERROR, f"{type(error).__name__}: {error}")
 
     @app.post("/leyline/splice")
     async def splice(request: Request) -> JSONResponse:
@@ -191,9 +192,5 @@ async def _read(request: Request, model: type[Body], max_bytes: int) -> Body:
         raise PlanError(f"{first_problem(error)}; the fields are {expected}", reason=reason_of(error)) from error
 
 
-def _problem(reason: Reason, message: str) -> dict[str, str]:
-    return {"reason": reason.value, "message": message}
-
-
 def _error(reason: Reason, message: str) -> JSONResponse:
-    return JSONResponse(_problem(reason, message), _HTTP_STATUS.get(reason, 400))
+    return JSONResponse({"reason": reason.value, "message": message}, _HTTP_STATUS.get(reason, 400))

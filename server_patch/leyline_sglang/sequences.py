@@ -79,7 +79,7 @@ class SequenceMemory:
         self,
         *,
         turns_per_conversation: int,
-        conversation_memory_tokens: int = 1 << 62,
+        conversation_memory_tokens: int,
         memory_tokens: int,
         scope_memory_tokens: int,
         max_conversations: int,

@@ -100,9 +100,7 @@ class _Transaction:
                 self._move(reply)
                 if request.parked_from is not None and not request.more_follow:
                     # Where the last run was copied from there, or was in its place already.
-                    self._footprints.drop_parked(
-                        self._radix, request.own_salt or "", parked_salt(request.own_salt or "")
-                    )
+                    self._drop_parked()
             except _Refused as refused:
                 reply.reason, reply.message = refused.reason.value, str(refused)
         reply.base_shared, reply.base_own = self._cached(self._base)

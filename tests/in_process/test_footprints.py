@@ -130,6 +130,24 @@ def test_the_bound_of_all_leaves_what_is_to_be_forgotten(world: World) -> None:
     assert _cached(world, [1, 2, 3, 4]) == 0
 
 
+def test_a_scrub_does_not_depend_on_which_of_two_tags_lets_the_rows_go(world: World) -> None:
+    """Both have had the same rows, one asked for a scrub, and the other one's turn comes first."""
+    footprints, radix = Footprints(), RadixPort(world.tree)
+    for tag in (MINE, OTHER):
+        _cache(world, footprints, tag, [1, 2, 3, 4])
+    path = radix.match(array("q", [1, 2, 3, 4]), None, None)
+    for buffer in world.buffers:
+        buffer[path.slots] = 7.0
+    lock = radix.lock(path)
+    for tag, scrub in ((MINE, False), (OTHER, True)):
+        footprints.close(tag, keep=array("q"), forget=True, scrub=scrub, successor=None)
+        footprints.empty(radix, tag)
+    radix.unlock(lock)
+    footprints.retry(world.scheduler, radix, has_ended=True)
+    assert _cached(world, [1, 2, 3, 4]) == 0
+    assert not any(buffer[path.slots].any() for buffer in world.buffers)
+
+
 def test_branches_that_one_request_holds_are_remembered_once(world: World) -> None:
     footprints, radix = Footprints(), RadixPort(world.tree)
     for ending in range(10):

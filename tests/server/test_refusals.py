@@ -263,7 +263,7 @@ def _splice_late(scene: Scene) -> None:
 
 def _splice_broken(scene: Scene) -> None:
     scene.live.break_kernel()
-    scene.changed_nothing(scene.splice(), 400)
+    scene.changed_nothing(scene.splice(), 500)
 
 
 def _release_unknown(scene: Scene) -> None:

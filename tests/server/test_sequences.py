@@ -13,6 +13,7 @@ SCOPE = (None, None)
 def _memory(**bounds: int) -> SequenceMemory:
     defaults = {
         "turns_per_conversation": 3,
+        "conversation_memory_tokens": 1000,
         "memory_tokens": 1000,
         "scope_memory_tokens": 600,
         "max_conversations": 50,
