@@ -19,7 +19,7 @@ help: ## list the targets
 	@echo
 	@echo "  Variables: PYTHON=python3.11 PORT=30000 MODEL=DIR TRAJECTORY=FILE N=8 STEPS=100000 SEED=1 LEYLINE_CACHE=~/.cache/leyline"
 
-env: $(VENV)/.installed ## create .venv with SGLang for the CPU and everything else (about 2 minutes, 2 GB)
+env: $(VENV)/.installed ## create .venv with SGLang for the CPU and everything else (about 2 minutes, 2.4 GB)
 
 $(BIN)/pip:
 	@command -v $(PYTHON) >/dev/null || { \
