@@ -208,6 +208,10 @@ class Outcome(_Reply):
     """Milliseconds between the note's arrival and the hand-over of the request itself."""
     scheduler_ms: float = 0.0
     """Of these, what the scheduler spent on the edits, while no batch ran; not the prefill of the R's."""
+    stages_ms: dict[str, float] = {}
+    """Of `ms`, by stage: `diff`, and where R is prefilled before the request `prefill` of R and `wait` for the
+    scheduler; of `scheduler_ms` `match`, `allocate`, `rotate`, `insert`, `record` and `look`. Host time: on a GPU what
+    is launched runs on meanwhile."""
 
 
 class SpliceRequest(_Wire):

@@ -16,6 +16,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from leyline_kernels.layer_buffers import LayerBuffers
+from leyline_kernels.layout import MlaLayout
 
 from leyline_agent.core.protocol import NOTE_KEY
 
@@ -52,22 +54,47 @@ def in_http_process() -> bool:
 # --- installing -----------------------------------------------------------------------------------------------------
 
 
-def register_messages(request_type: type, reply_type: type) -> None:
-    """Teach the IPC codec (pickle or msgpack) our two messages, and the tokenizer manager to await the reply."""
+def register_messages(request_type: type, reply_type: type, *more: type) -> None:
+    """Teach the IPC codec (pickle or msgpack) our messages, and the tokenizer manager to await the first reply."""
     from sglang.srt.managers import io_struct, tokenizer_control_mixin
 
-    io_struct.hook_custom_types(request_type, reply_type)
+    io_struct.hook_custom_types(request_type, reply_type, *more)
     tokenizer_control_mixin._COMMUNICATOR_SPECS.append((COMMUNICATOR, reply_type))
 
 
 def handle_in_scheduler(request_type: type, handler: Callable[[Any, Any], Any]) -> None:
-    """Have every scheduler answer `request_type` with `handler(scheduler, request)`, between two batches."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    """Have every scheduler answer `request_type` with `handler(scheduler, request)`, between two batches.
 
-    def add(_result: Any, scheduler: Any) -> None:
+    Nothing is sent back where that returns None.
+    """
+
+    def add(scheduler: Any) -> None:
         scheduler._request_dispatcher._mapping[request_type] = lambda request: handler(scheduler, request)
 
-    HookRegistry.register(_SRT + "managers.scheduler.Scheduler.init_request_dispatcher", add, HookType.AFTER)
+    at_scheduler_start(add)
+
+
+def at_scheduler_start(hook: Callable[[Any], None]) -> None:
+    """Call `hook(scheduler)` when model, pool and radix cache are there and no request has come yet."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    target = _SRT + "managers.scheduler.Scheduler.init_request_dispatcher"
+    HookRegistry.register(target, lambda _result, scheduler: hook(scheduler), HookType.AFTER)
+
+
+def handle_in_tokenizer(manager: Any, reply_type: type, handler: Callable[[Any], None]) -> None:
+    """Have the tokenizer manager call `handler(reply)` for what a scheduler sends of its own accord."""
+    manager._result_dispatcher._mapping[reply_type] = handler
+
+
+def tell_scheduler(manager: Any, request: Any) -> None:
+    """Send a message that nobody answers; it arrives before every request that is sent later."""
+    manager._dispatch_to_scheduler(request)
+
+
+def tell_tokenizer(scheduler: Any, reply: Any) -> None:
+    """Send a message of a scheduler's own accord; of all ranks only the first one's is sent."""
+    scheduler.ipc_channels.send_to_tokenizer.send_output(reply)
 
 
 def after_insertion(hook: Callable[[Any, str, str | None, str | None, array[int]], None]) -> None:
@@ -239,7 +266,7 @@ async def ask_scheduler(manager: Any, request: Any) -> list[Any]:
     return replies
 
 
-# --- radix cache and pool (scheduler process) -----------------------------------------------------------------------
+# --- the radix cache (scheduler process) ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,16 +395,160 @@ class RadixPort:
         }
 
 
+# --- R in the batch of its request (scheduler process) --------------------------------------------------------------
+
+_SIBLING = "leyline_slots"
+"""Attribute of a request of ours that computes R beside the request that reads it: the slots that R goes to."""
+_WRITES_BEFORE_READING = ("TritonAttnBackend", "TorchNativeAttnBackend")
+"""Attention backends, seen to put the keys of a whole batch into the pool before any of its sequences reads them."""
+
+
+def not_in_one_step(scheduler: Any) -> list[str]:
+    """Return why R must not be computed in the batch of the request that reads it; empty where it may."""
+    args = scheduler.server_args.resolved_dict()
+    backend = type(scheduler.tp_worker.model_runner.attn_backend).__name__
+    reasons = []
+    if backend not in _WRITES_BEFORE_READING:
+        reasons.append(f"attention backend {backend}; seen with {', '.join(_WRITES_BEFORE_READING)}")
+    if args["enable_two_batch_overlap"]:
+        reasons.append("--enable-two-batch-overlap: R and its request may land in different halves")
+    return reasons
+
+
+def around_admission(hook: Callable[[Any, Any, Any, Callable[[Any], Any]], Any]) -> None:
+    """Call `hook(scheduler, adder, req, admit)` where a waiting request is to join the batch that is being built.
+
+    `admit(req)` is what SGLang does; the hook returns its result, or one of `wait_for_room`.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    schedulers: list[Any] = []
+
+    def around(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+        return hook(schedulers[0], adder, req, lambda other: original(adder, other, *args, **kwargs))
+
+    at_scheduler_start(schedulers.append)
+    HookRegistry.register(_SRT + "managers.schedule_policy.PrefillAdder.add_one_req", around, HookType.AROUND)
+    target = _SRT + "managers.schedule_batch.alloc_for_extend"
+    HookRegistry.register(target, _write_to_placed_slots, HookType.AROUND)
+    target = _SRT + "managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output"
+    HookRegistry.register(target, _stream_no_sibling, HookType.AROUND)
+
+
+def wait_for_room() -> Any:
+    """Return what leaves a request, and those behind it, waiting for the next batch."""
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    return AddReqResult.OTHER
+
+
+def is_admitted(adder: Any, req: Any) -> bool:
+    """Whether a request is in the batch that is being built, whole."""
+    return req in adder.can_run_list and adder.new_chunked_req is not req
+
+
+def has_budget(adder: Any) -> bool:
+    """Whether the batch that is being built takes another request."""
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    return bool(adder.budget_state() == AddReqResult.CONTINUE)
+
+
+def nothing_runs(scheduler: Any, adder: Any) -> bool:
+    """Whether the batch that is being built is empty, and so is the one that decodes: waiting would be for nothing."""
+    return not adder.can_run_list and scheduler.chunked_req is None and adder.running_batch.is_empty()
+
+
+def free_request_slots(scheduler: Any, adder: Any) -> int:
+    """Return how many requests may yet join the batch that is being built."""
+    running = adder.running_batch
+    held = sum(req.kv.holds_kv for req in adder.can_run_list)
+    free = scheduler.get_num_allocatable_reqs(len(running.reqs), running_batch=running, num_held_rows=held)
+    return int(free) - len(adder.can_run_list)
+
+
+def prefill_budget(adder: Any) -> int:
+    """Return how many tokens the batch that is being built may yet compute."""
+    budget = adder.rem_input_tokens
+    return int(budget if adder.rem_chunk_tokens is None else min(budget, adder.rem_chunk_tokens))
+
+
+def new_sibling(scheduler: Any, req: Any, token_ids: array[int], prefix: Path) -> Any:
+    """Return a request that computes `token_ids` right of a cached prefix, and leaves the cache as it is.
+
+    What it samples goes nowhere. It is admitted as any other, then told by `place_sibling` where its rows go.
+    """
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    params = SamplingParams(max_new_tokens=0, temperature=0)
+    params.normalize(None)
+    sibling = Req(
+        f"{req.rid}-leyline",
+        "",
+        token_ids,
+        params,
+        extra_key=req.extra_key,
+        cache_salt=req.cache_salt,
+        vocab_size=scheduler.model_config.vocab_size,
+        priority=req.priority,
+    )
+    sibling.skip_radix_cache_insert, sibling.tokenizer = True, None
+    sibling.refresh_fill_ids()
+    sibling.prefix_len = sibling.num_matched_prefix_tokens = sibling.kv.cache_protected_len = len(prefix)
+    sibling.last_node = sibling.last_host_node = sibling.best_match_node = prefix.node
+    sibling.host_hit_length = sibling.swa_host_hit_length = sibling.mamba_host_hit_length = 0
+    setattr(sibling, _SIBLING, None)
+    return sibling
+
+
+def place_sibling(scheduler: Any, sibling: Any, slots: torch.Tensor, path: Path) -> None:
+    """Have an admitted sibling write its rows to `slots`, which end `path`, and hold that path until it has ended."""
+    tree = scheduler.tree_cache
+    held, sibling.lock = sibling.lock, tree.lock(path.node)
+    tree.unlock(held)
+    sibling.last_node = path.node
+    setattr(sibling, _SIBLING, slots)
+
+
+def use_namespace(scheduler: Any, req: Any, cache_salt: str | None) -> None:
+    """Have a waiting request take its prefix from a namespace, as that is now."""
+    req.cache_salt = cache_salt
+    req.init_next_round_input(scheduler.tree_cache)
+
+
+def _write_to_placed_slots(original: Callable[..., Any], batch: Any) -> Any:
+    """Stand around `alloc_for_extend`, which gives every sequence fresh slots: R's are keyed already."""
+    out_cache_loc, *rest = original(batch)
+    spare, start = [], 0
+    for req, num_tokens in zip(batch.reqs, batch.extend_lens, strict=True):
+        slots = getattr(req, _SIBLING, None)
+        if slots is not None:
+            spare.append(out_cache_loc[start : start + num_tokens].clone())
+            out_cache_loc[start : start + num_tokens] = slots.to(out_cache_loc.dtype)
+            columns = slice(req.prefix_len, req.prefix_len + num_tokens)
+            batch.req_to_token_pool.write((req.kv.req_pool_idx, columns), slots.to(torch.int32))
+            # They are the cache's: what ends the sibling frees none of them.
+            req.kv.cache_protected_len = req.prefix_len + num_tokens
+        start += num_tokens
+    if spare:
+        batch.tree_cache.token_to_kv_pool_allocator.free(torch.cat(spare).to(torch.int64))
+    return (out_cache_loc, *rest)
+
+
+def _stream_no_sibling(original: Callable[..., Any], streamer: Any, reqs: list[Any], *args: Any, **kwargs: Any) -> Any:
+    """Stand around `stream_output`: nobody has asked for what a sibling samples."""
+    return original(streamer, [req for req in reqs if not hasattr(req, _SIBLING)], *args, **kwargs)
+
+
+# --- the pool (scheduler process) -----------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class MlaPool:
-    """The KV pool of an MLA model.
+    """The KV pool of an MLA model: a row is the latent, then `k_pe` after RoPE."""
 
-    `buffers[layer]` is `[num_slots, 1, kv_lora_rank + qk_rope_head_dim]`; a row is the latent, then `k_pe` after RoPE.
-    """
-
-    buffers: list[torch.Tensor]
-    kv_lora_rank: int
-    qk_rope_head_dim: int
+    layers: LayerBuffers
     inv_freq: torch.Tensor
     """fp32 `[qk_rope_head_dim / 2]`, radians a position."""
     is_neox_style: bool
@@ -390,12 +561,11 @@ _POOLS: WeakKeyDictionary[Any, MlaPool] = WeakKeyDictionary()
 def mla_pool(scheduler: Any) -> MlaPool:
     """Return the pool, with the rotary frequencies of the model that fills it."""
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-    if pool not in _POOLS:
+    known = _POOLS.get(pool)
+    if known is None or known.layers.buffers[0] is not pool.kv_buffer[0]:
         rotary = _rotary_embeddings(scheduler)[0]
         _POOLS[pool] = MlaPool(
-            buffers=pool.kv_buffer,
-            kv_lora_rank=pool.kv_lora_rank,
-            qk_rope_head_dim=pool.qk_rope_head_dim,
+            layers=LayerBuffers.of(pool.kv_buffer, MlaLayout(pool.kv_lora_rank, pool.qk_rope_head_dim)),
             inv_freq=_inv_freq(rotary).to(pool.kv_buffer[0].device),
             is_neox_style=bool(rotary.is_neox_style),
         )

@@ -1,4 +1,4 @@
-"""The two messages between the tokenizer process and the scheduler, on SGLang's own IPC (pickle or msgpack).
+"""The messages between the tokenizer process and the scheduler, on SGLang's own IPC (pickle or msgpack).
 
 Token ids travel as the bytes of an int64 array, as the radix cache wants them: a list of 50,000 ints costs
 milliseconds to encode, the bytes nothing.
@@ -80,6 +80,25 @@ class CacheRequest(BaseReq, kw_only=True):  # type: ignore[misc,call-arg]
     """Report what this server cannot serve, as JSON in `message`."""
 
 
+class AdmissionRequest(BaseReq, kw_only=True):  # type: ignore[misc,call-arg]
+    """What is to be done when the scheduler admits a request that comes after this: the edits of its base.
+
+    Each step is a move as in `CacheRequest`, except that what is missing of its head is computed in the batch of the
+    request itself.
+    """
+
+    request_id: str
+    cancel: bool = False
+    """The request will not come any more."""
+    base: bytes = b""
+    shared_salt: str | None = None
+    own_salt: str = ""
+    from_own: bool = False
+    in_place: bool = True
+    steps: list[tuple[int, int, int, int]] = []  # noqa: RUF012 - msgspec copies the default
+    """`removed_start`, `src_start`, `src_end` and `dst_start` of each, left to right."""
+
+
 class CacheReply(BaseReq, kw_only=True):  # type: ignore[misc,call-arg]
     """Cached lengths in tokens after whatever was done, and what became of it."""
 
@@ -93,6 +112,8 @@ class CacheReply(BaseReq, kw_only=True):  # type: ignore[misc,call-arg]
     """Rows of the kept run that now stand at their new positions: copied and rotated, or rotated in place."""
     copied: int = 0
     """Rows of the head that were copied into the conversation's namespace now."""
+    filled: int = 0
+    """Rows of R that are computed in the batch of the request itself."""
     moved_in_place: bool = False
     parked_from: int | None = None
     """Base position from which on the rest of the base is parked; None where nothing is."""
@@ -103,6 +124,15 @@ class CacheReply(BaseReq, kw_only=True):  # type: ignore[misc,call-arg]
     """As in `protocol.Purge`."""
     ms: float = 0.0
     """The scheduler's share: from taking the request up to this reply."""
+    stages_ms: dict[str, float] = {}  # noqa: RUF012 - msgspec copies the default
+    """Of these, by stage."""
     reason: str = ""
     """A `protocol.Reason`, or empty."""
     message: str = ""
+
+
+class AdmissionReply(CacheReply, kw_only=True):  # type: ignore[call-arg]
+    """What became of an `AdmissionRequest`, sent as the request's batch begins; the counts are sums over its steps."""
+
+    request_id: str = ""
+    steps_done: int = 0

@@ -29,12 +29,15 @@ def activate() -> None:
         _fail(str(error))
         return
 
-    from leyline_sglang import splice
+    from leyline_sglang import one_step, splice
     from leyline_sglang.footprints import forget_footprints
-    from leyline_sglang.io_types import CacheReply, CacheRequest
+    from leyline_sglang.io_types import AdmissionReply, AdmissionRequest, CacheReply, CacheRequest
 
-    compat.register_messages(CacheRequest, CacheReply)
+    compat.register_messages(CacheRequest, CacheReply, AdmissionRequest, AdmissionReply)
+    compat.at_scheduler_start(splice.warm_up)
     compat.handle_in_scheduler(CacheRequest, splice.handle)
+    compat.handle_in_scheduler(AdmissionRequest, one_step.announce)
+    compat.around_admission(one_step.admit)
     compat.after_insertion(splice.record_insertion)
     compat.after_batch(splice.drop_what_was_held)
     compat.after_reset(forget_footprints)

@@ -123,6 +123,7 @@ def add_routes(app: FastAPI, serving: Serving, installed: list[str]) -> None:
                 unsupported=unsupported,
                 installed=installed,
                 modes=[mode.value for mode in Mode],
+                not_in_one_step=serving.not_in_one_step(),
                 settings=serving.config.model_dump(exclude={"secret"}),
                 conversations=len(serving.memory),
                 remembered_tokens=serving.memory.num_tokens,

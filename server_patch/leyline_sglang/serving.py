@@ -12,7 +12,7 @@ import logging
 import uuid
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -35,11 +35,11 @@ from leyline_agent.core.protocol import (
 from leyline_agent.errors import PlanError
 from leyline_sglang import compat
 from leyline_sglang.config import Config
-from leyline_sglang.io_types import CacheReply, CacheRequest, pack
+from leyline_sglang.io_types import AdmissionReply, AdmissionRequest, CacheReply, CacheRequest, pack
 from leyline_sglang.namespaces import is_own_salt
 from leyline_sglang.note import parse_note, tag_request, take_note
 from leyline_sglang.sequences import Conversation, RememberedTurn, Scope, SequenceMemory, hash_id
-from leyline_sglang.turn import Served, Turn, salt_of
+from leyline_sglang.turn import Announced, Served, Turn, salt_of
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,31 @@ _MAX_MESSAGE = 1000
 """A message may quote what a client sent, but not all of it."""
 
 Generate = Callable[..., AsyncGenerator[Any, None]]
-Remember = Callable[[tuple["array[int]", ...]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A request whose note was read. What stands behind the outcome is None where the note could not be followed."""
+
+    outcome: Outcome
+    served: Served | None = None
+    memory: SequenceMemory | None = None
+    conversation: Conversation | None = None
+    turn_id: str | None = None
+    prompt_ids: array[int] = field(default_factory=lambda: array("i"))
+
+    def served_as(self, served: Served) -> _Prepared:
+        return replace(self, outcome=served.outcome, served=served)
+
+    def remember(self, outputs: tuple[array[int], ...]) -> None:
+        """Take note of the turn, with what was generated so far."""
+        if self.served and self.memory and self.conversation and self.turn_id:
+            turn = RememberedTurn(self.prompt_ids, outputs, self.served.edits, self.served.in_own)
+            self.memory.remember(self.conversation, self.turn_id, turn, nonce=self.served.nonce)
+
+    def log(self) -> None:
+        if self.conversation:
+            _log(self.conversation, self.outcome, len(self.prompt_ids))
 
 
 @dataclass(slots=True)
@@ -70,6 +94,9 @@ class Serving:
     config: Config
     memory: SequenceMemory
     _unsupported: list[str] | None = None
+    _not_in_one_step: list[str] = field(default_factory=lambda: ["the scheduler was not asked yet"])
+    _admissions: dict[str, asyncio.Future[AdmissionReply]] = field(default_factory=dict)
+    """By request id: what the scheduler will say of announced edits."""
     _aborted: dict[str, bool] = field(default_factory=dict)
     """Requests whose edits are being carried out, and whether somebody has aborted them meanwhile."""
     _tasks: set[asyncio.Future[Any]] = field(default_factory=set)
@@ -90,29 +117,81 @@ class Serving:
                 async for output in stream:
                     yield output
             return
-        outcome, remember = await self._prepare(original, manager, obj, http_request, text)
-        if http_request is not None:
-            http_request.scope[SCOPE_KEY] = outcome
+        async with AsyncExitStack() as held:
+            prepared = await self._prepare(original, manager, obj, http_request, text, held)
+            async with aclosing(self._stream(original, manager, obj, http_request, prepared, held)) as stream:
+                async for output in stream:
+                    yield output
+
+    async def _stream(
+        self, original: Generate, manager: Any, obj: Any, http_request: Any, prepared: _Prepared, held: AsyncExitStack
+    ) -> AsyncGenerator[Any, None]:
+        """Serve the request itself; `held` keeps the conversation while edits are only announced."""
+        _show(http_request, prepared)
         _check_vocabulary(obj.input_ids, compat.vocab_size(manager))
         deltas = bool(obj.stream) and compat.streams_deltas(manager)
         outputs: dict[str, array[int]] = {}
+        announced = prepared.served.announced if prepared.served else None
+        if announced is not None:
+            self._announce(manager, announced.request)
         try:
             # Closed with us, so that a caller who leaves is noticed at once.
             async with aclosing(original(manager, obj, http_request)) as stream:
                 async for output in stream:
+                    if announced is not None:
+                        first, announced = announced, None
+                        prepared = await self._settle(manager, prepared, first, output)
+                        _show(http_request, prepared)
+                        await held.aclose()
                     for choice in output if isinstance(output, list) else [output]:
                         meta_info, output_ids = choice["meta_info"], array("i", choice.get("output_ids") or [])
                         seen = outputs.get(meta_info["id"])
                         outputs[meta_info["id"]] = seen + output_ids if deltas and seen else output_ids
                         if meta_info.get("finish_reason"):
-                            meta_info[META_KEY] = outcome.model_dump(mode="json")
+                            meta_info[META_KEY] = prepared.outcome.model_dump(mode="json")
                             # Now, not when the stream is closed: the next turn may come before that.
-                            remember(tuple(outputs.values()))
+                            prepared.remember(tuple(outputs.values()))
                     yield output
         finally:
             # In whatever way the request ended; a cancelled one lands here.
-            if outputs:
-                remember(tuple(outputs.values()))
+            if announced is not None:
+                self._withdraw(manager, announced)
+            if outputs or announced is not None:
+                prepared.remember(tuple(outputs.values()))
+
+    def _announce(self, manager: Any, request: AdmissionRequest) -> None:
+        self._admissions[request.request_id] = asyncio.get_running_loop().create_future()
+        compat.handle_in_tokenizer(manager, AdmissionReply, self._admitted)
+        compat.tell_scheduler(manager, request)
+
+    def _admitted(self, reply: AdmissionReply) -> None:
+        future = self._admissions.get(reply.request_id)
+        if future is not None and not future.done():
+            future.set_result(reply)
+
+    def _withdraw(self, manager: Any, announced: Announced) -> None:
+        """Wait no longer for what the scheduler says; what it has not done yet it is not to do."""
+        request_id = announced.request.request_id
+        if not self._admissions.pop(request_id).done():
+            compat.tell_scheduler(manager, AdmissionRequest(request_id=request_id, cancel=True))
+
+    async def _settle(self, manager: Any, prepared: _Prepared, announced: Announced, output: Any) -> _Prepared:
+        """Take what the scheduler said of the edits, which it sent before the first output."""
+        future = self._admissions[announced.request.request_id]
+        ended = (output["meta_info"].get("finish_reason") or {}).get("type") == "abort"
+        try:
+            if not ended:
+                # Another socket: it may come a little later.
+                await asyncio.wait_for(future, self.config.timeout_s)
+            if future.done():
+                prepared = prepared.served_as(await announced.settle(future.result()))
+        except TimeoutError:
+            logger.error("leyline: the scheduler never said what became of the edits of a request")
+        finally:
+            self._withdraw(manager, announced)
+        prepared.log()
+        prepared.remember(())
+        return prepared
 
     def abort(self, original: Callable[..., Any], manager: Any, rid: str = "", abort_all: bool = False) -> Any:
         """Stand around `TokenizerManager.abort_request`, which knows nothing of a request between our own steps."""
@@ -135,13 +214,18 @@ class Serving:
 
     # --- routes -----------------------------------------------------------------------------------------------------
 
+    def not_in_one_step(self) -> list[str]:
+        """Return why R is computed in a batch before its request; empty where both share one."""
+        return self._not_in_one_step if self.config.one_step else ["LEYLINE_ONE_STEP is off on this server"]
+
     async def unsupported(self, manager: Any) -> list[str]:
         """Return why this server cannot splice at all; empty where it can. Asked of the scheduler once."""
         if self._unsupported is None:
             reply = await self._ask(manager, CacheRequest(capabilities=True))
             if reply.reason:
                 return [reply.message]
-            self._unsupported = json.loads(reply.message)
+            answer = json.loads(reply.message)
+            self._unsupported, self._not_in_one_step = answer["unsupported"], answer["not_in_one_step"]
         return self._unsupported
 
     async def splice(self, manager: Any, http_request: Any, body: SpliceRequest) -> SpliceReply:
@@ -269,9 +353,12 @@ class Serving:
     # --- one noted request ------------------------------------------------------------------------------------------
 
     async def _prepare(
-        self, generate: Generate, manager: Any, obj: Any, http_request: Any, text: Any
-    ) -> tuple[Outcome, Remember]:
-        """Carry out the note and point the request at the namespace to be served from."""
+        self, generate: Generate, manager: Any, obj: Any, http_request: Any, text: Any, held: AsyncExitStack
+    ) -> _Prepared:
+        """Carry out the note and point the request at the namespace to be served from.
+
+        Where the edits are only announced, `held` keeps the conversation's lock.
+        """
         turn_id = None
         try:
             # Off the event loop: a long note would stop every stream meanwhile.
@@ -293,22 +380,19 @@ class Serving:
             if isinstance(obj.rid, str) and compat.is_running(manager, obj.rid):
                 raise PlanError("another request runs under this rid", reason=_UNSUPPORTED)
         except PlanError as error:
-            return _refused(error, turn_id), lambda _outputs: None
+            return _Prepared(_refused(error, turn_id))
         prompt_ids = array("i", obj.input_ids)
         conversation = self.memory.open(scope, note.conversation)
-        served = await self._carry_out(generate, manager, obj, http_request, note, conversation, prompt_ids)
+        served = await self._carry_out(generate, manager, obj, http_request, note, conversation, prompt_ids, held)
         if known is None and served.outcome.purge is not None:
             served = replace(served, outcome=served.outcome.model_copy(update={"message": _NEVER_SEEN}))
         obj.cache_salt = served.cache_salt
         tag_request(obj, served.tag)
-        _log(conversation, served.outcome, len(prompt_ids))
-
-        def remember(outputs: tuple[array[int], ...]) -> None:
-            turn = RememberedTurn(prompt_ids, outputs, served.edits, served.in_own)
-            self.memory.remember(conversation, note.turn, turn, nonce=served.nonce)
-
-        remember(())
-        return served.outcome, remember
+        prepared = _Prepared(served.outcome, served, self.memory, conversation, note.turn, prompt_ids)
+        if served.announced is None:
+            prepared.log()
+            prepared.remember(())
+        return prepared
 
     async def _carry_out(
         self,
@@ -319,6 +403,7 @@ class Serving:
         note: Note,
         conversation: Conversation,
         prompt_ids: array[int],
+        held: AsyncExitStack,
     ) -> Served:
         if obj.rid is None and not _num_choices(obj) > 1:
             obj.rid = uuid.uuid4().hex
@@ -326,10 +411,14 @@ class Serving:
         # What aborts the request of a caller who leaves asks for it, and the engine sets it only later.
         obj.is_single = True
         turn = self._turn(generate, manager, obj, http_request, conversation, prompt_ids, note.turn, rid)
+        if not self.not_in_one_step() and obj.rid == rid:
+            turn.request_id = rid
         self._aborted[rid] = False
+        served = None
         try:
-            async with conversation.lock:
-                return await turn.carry_out(note)
+            await held.enter_async_context(conversation.lock)
+            served = await turn.carry_out(note)
+            return served
         except TimeoutError:
             return self._plain(conversation, _refused(PlanError(self._late(), reason=Reason.TIMEOUT), note.turn))
         except PlanError as error:
@@ -342,6 +431,8 @@ class Serving:
             problem = PlanError(f"{type(error).__name__}: {error}", reason=Reason.INTERNAL_ERROR)
             return self._plain(conversation, _refused(problem, note.turn))
         finally:
+            if served is None or served.announced is None:
+                await held.aclose()
             if self._aborted.pop(rid, False):
                 self._in_background(_abort_when_dispatched(manager, rid))
 
@@ -438,6 +529,12 @@ def _live(found: list[Conversation], how: str) -> list[Conversation]:
             reason=Reason.UNKNOWN_CONVERSATION,
         )
     return live
+
+
+def _show(http_request: Any, prepared: _Prepared) -> None:
+    """Put the outcome where the response header is made from; the first chunk is made before the headers go out."""
+    if http_request is not None:
+        http_request.scope[SCOPE_KEY] = prepared.outcome
 
 
 def _num_choices(obj: Any) -> int:

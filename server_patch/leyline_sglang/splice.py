@@ -14,11 +14,13 @@ import json
 import logging
 import time
 from array import array
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
-from leyline_kernels.layout import MlaLayout
-from leyline_kernels.reference import copy_rotate_, rotate_
+from leyline_kernels import dispatch
+from leyline_kernels.dispatch import copy_rotate_all_, rotate_all_
 from leyline_kernels.rope_tables import delta_table, move_table
 
 from leyline_agent.core.protocol import Purge, Reason
@@ -32,10 +34,28 @@ from leyline_sglang.namespaces import is_own_salt, parked_salt
 logger = logging.getLogger(__name__)
 
 
-class _Refused(Exception):
+class RefusedError(Exception):
+    """One move is refused; tree, locks, slots and rows are as before it."""
+
     def __init__(self, reason: Reason, message: str) -> None:
         self.reason = reason
         super().__init__(message)
+
+
+class Stages:
+    """Host milliseconds by stage; on a GPU what is launched runs on meanwhile."""
+
+    def __init__(self) -> None:
+        self.ms: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Time what stands inside."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.ms[name] = self.ms.get(name, 0.0) + (time.perf_counter() - started) * 1e3
 
 
 def handle(scheduler: Any, request: CacheRequest) -> CacheReply:
@@ -44,13 +64,25 @@ def handle(scheduler: Any, request: CacheRequest) -> CacheReply:
     try:
         drop_what_was_held(scheduler)
         if request.capabilities:
-            return CacheReply(message=json.dumps(compat.unsupported(scheduler)))
-        reply = _Transaction(scheduler, request).run()
+            unsupported = compat.unsupported(scheduler)
+            not_in_one_step = [] if unsupported else compat.not_in_one_step(scheduler)
+            return CacheReply(message=json.dumps({"unsupported": unsupported, "not_in_one_step": not_in_one_step}))
+        reply = Transaction(scheduler, request).run()
     except Exception as error:
         logger.exception("leyline: a splice failed; the request is served without it")
         reply = CacheReply(reason=Reason.INTERNAL_ERROR.value, message=f"{type(error).__name__}: {error}")
     reply.ms = (time.perf_counter() - started) * 1e3
     return reply
+
+
+def warm_up(scheduler: Any) -> None:
+    """Compile the kernels, so that no splice waits seconds for it. A process boundary, as `handle`."""
+    try:
+        if not compat.unsupported(scheduler):
+            pool = compat.mla_pool(scheduler)
+            dispatch.warm_up(pool.layers, is_neox_style=pool.is_neox_style)
+    except Exception:
+        logger.exception("leyline: the kernels could not be compiled; splices will be refused with an internal error")
 
 
 def record_insertion(tree: Any, tag: str, extra_key: str | None, cache_salt: str | None, token_ids: array[int]) -> None:
@@ -75,16 +107,34 @@ def drop_what_was_held(scheduler: Any, batch: Any = None) -> None:
             logger.exception("leyline: rows that are to be forgotten were not dropped; the next batch tries again")
 
 
-class _Transaction:
-    def __init__(self, scheduler: Any, request: CacheRequest) -> None:
+class Fill(Protocol):
+    """Computes rows that are keyed before they are there, in the very batch of the request that reads them."""
+
+    def check_room(self, num_tokens: int) -> None:
+        """Raise `RefusedError` if so many tokens cannot be computed in this batch."""
+
+    def admit(self, token_ids: array[int], prefix: Path) -> None:
+        """Have the batch compute what is missing of `token_ids` right of `prefix`; raises as `check_room`."""
+
+    def place(self, slots: torch.Tensor, path: Path) -> None:
+        """Say into which slots, and hold the path that names them."""
+
+
+class Transaction:
+    """What one message asks for."""
+
+    def __init__(self, scheduler: Any, request: CacheRequest, fill: Fill | None = None) -> None:
         self._scheduler = scheduler
         self._request = request
+        self._fill = fill
+        self._stages = Stages()
         self._radix = RadixPort(scheduler.tree_cache)
         self._footprints = footprints_of(scheduler.tree_cache)
         self._base = unpack(request.base)
         self._new = unpack(request.new)
 
     def run(self) -> CacheReply:
+        """Do it all and look what is cached."""
         request = self._request
         reply = CacheReply()
         if request.close:
@@ -101,12 +151,14 @@ class _Transaction:
                 if request.parked_from is not None and not request.more_follow:
                     # Where the last run was copied from there, or was in its place already.
                     self._drop_parked()
-            except _Refused as refused:
+            except RefusedError as refused:
                 reply.reason, reply.message = refused.reason.value, str(refused)
-        reply.base_shared, reply.base_own = self._cached(self._base)
-        reply.new_shared, reply.new_own = self._cached(self._new)
+        with self._stages("look"):
+            reply.base_shared, reply.base_own = self._cached(self._base)
+            reply.new_shared, reply.new_own = self._cached(self._new)
         if request.count_own and request.own_salt is not None:
             reply.own_tokens = self._footprints.own_slots(self._radix, request.own_salt)
+        reply.stages_ms = self._stages.ms
         return reply
 
     def _drop_parked(self) -> None:
@@ -132,9 +184,11 @@ class _Transaction:
 
     def _insert(self, token_ids: array[int], salt: str | None, slots: torch.Tensor, *, matched: int) -> None:
         """Key `slots` by `token_ids`, whose first `matched` are cached already, and take note of it."""
-        self._radix.insert(token_ids, slots, matched=matched, extra_key=self._request.extra_key, cache_salt=salt)
+        with self._stages("insert"):
+            self._radix.insert(token_ids, slots, matched=matched, extra_key=self._request.extra_key, cache_salt=salt)
         assert self._request.own_salt is not None
-        self._footprints.record(self._radix, self._request.own_salt, self._sequence(token_ids, salt))
+        with self._stages("record"):
+            self._footprints.record(self._radix, self._request.own_salt, self._sequence(token_ids, salt))
 
     # --- closing ----------------------------------------------------------------------------------------------------
 
@@ -196,44 +250,54 @@ class _Transaction:
             # Unless this run is taken from there: then what is right of it is parked anew.
             reply.parked_from = request.parked_from
 
-        target_ids = self._new[: request.dst_start + request.src_end - request.src_start]
-        target = self._match(target_ids, request.own_salt)
-        if len(target) == len(target_ids):
-            # A retry: the rows are there already.
-            return
-        # A match splits nodes but leaves slots where they are, so the lists stay right until something is evicted.
-        source = self._match(self._base[offset : request.src_end], source_salt)
+        with self._stages("match"):
+            target_ids = self._new[: request.dst_start + request.src_end - request.src_start]
+            target = self._match(target_ids, request.own_salt)
+            if len(target) == len(target_ids):
+                # A retry: the rows are there already.
+                return
+            # A match splits nodes but leaves slots where they are, so the lists stay right until something is evicted.
+            source = self._match(self._base[offset : request.src_end], source_salt)
+            head = target
+            if len(target) < request.dst_start:
+                head = self._match(self._new[: request.dst_start], self._salt(request.head_from_own))
+                if len(head) < len(target):
+                    head = target
         num_kept = offset + len(source) - request.src_start
         if num_kept <= 0:
-            raise _Refused(
+            raise RefusedError(
                 Reason.EVICTED,
                 f"{offset + len(source)} tokens of the base are cached, the kept run starts at {request.src_start}",
             )
-        head = target
-        if len(target) < request.dst_start:
-            head = self._match(self._new[: request.dst_start], self._salt(request.head_from_own))
-            if len(head) < request.dst_start:
-                raise _Refused(
-                    Reason.EVICTED, f"{len(head)} of the {request.dst_start} tokens left of the kept run are cached"
-                )
+        num_filled = max(0, request.dst_start - len(head))
+        if num_filled and self._fill is None:
+            raise RefusedError(
+                Reason.EVICTED, f"{len(head)} of the {request.dst_start} tokens left of the kept run are cached"
+            )
+        if num_filled and self._fill is not None:
+            self._fill.check_room(num_filled)
         target_ids = target_ids[: request.dst_start + num_kept]
         matched = min(len(target), len(target_ids))
         if matched == len(target_ids):
             return
-        whole, cut = self._cut(source_salt, offset, matched)
+        whole, cut = None, 0
+        if matched == len(head) <= request.dst_start:
+            # All that stands left of the run is in the conversation's namespace already.
+            with self._stages("match"):
+                whole, cut = self._cut(source_salt, offset)
         if whole is not None:
-            self._move_in_place(reply, source_salt, offset, whole, cut, target_ids, target.slots, num_kept)
+            self._move_in_place(reply, source_salt, offset, whole, cut, target_ids, head, num_kept)
         else:
             self._copy(reply, source, offset, head, target, matched, target_ids)
+        reply.filled = num_filled
 
-    def _cut(self, source_salt: str | None, offset: int, matched: int) -> tuple[Path | None, int]:
+    def _cut(self, source_salt: str | None, offset: int) -> tuple[Path | None, int]:
         """Return the whole cached source, and from which of its tokens on it may be taken out of the tree.
 
         None where it may not be taken from there on.
         """
         request = self._request
-        in_own = request.from_own or request.parked_from is not None
-        if not (request.in_place and in_own and matched == request.dst_start):
+        if not (request.in_place and (request.from_own or request.parked_from is not None)):
             return None, 0
         cut = 0
         if request.parked_from is None:
@@ -256,27 +320,33 @@ class _Transaction:
         whole: Path,
         cut: int,
         target_ids: array[int],
-        head_slots: torch.Tensor,
+        head: Path,
         num_kept: int,
     ) -> None:
         request = self._request
         assert request.own_salt is not None
-        taken = self._radix.take(whole, cut)
-        source_ids = self._base[offset : offset + len(whole)]
-        self._footprints.cut(request.own_salt, self._sequence(source_ids, source_salt), cut)
+        num_filled = request.dst_start - len(head)
         kept_start = request.src_start - offset - cut
+        # R goes where the removed tokens were; what it needs beyond that is asked for while nothing has changed.
+        filled = self._fill_in_place(whole, head, num_filled - kept_start, num_filled)
+        with self._stages("match"):
+            taken = self._radix.take(whole, cut)
+            source_ids = self._base[offset : offset + len(whole)]
+            self._footprints.cut(request.own_salt, self._sequence(source_ids, source_salt), cut)
         removed, kept = taken[:kept_start], taken[kept_start : kept_start + num_kept]
         rest = taken[kept_start + num_kept :]
+        filled = torch.cat([removed[:num_filled], filled])
+        removed = removed[num_filled:]
         try:
-            pool = self._pool()
-            _turn_rows_(pool, kept, old_start=request.src_start, new_start=request.dst_start)
+            with self._stages("rotate"):
+                pool = self._pool()
+                _turn_rows_(pool, kept, old_start=request.src_start, new_start=request.dst_start)
         except BaseException:
             # Half of them may be turned by now; nobody can use them any more.
-            self._radix.free(taken)
+            self._radix.free(torch.cat([filled, removed, kept, rest]))
             raise
-        self._insert(
-            target_ids, request.own_salt, torch.cat([head_slots[: request.dst_start], kept]), matched=request.dst_start
-        )
+        self._insert(target_ids, request.own_salt, torch.cat([head.slots, filled, kept]), matched=len(head))
+        self._place(filled)
         if len(removed):
             self._radix.free(removed)
         reply.parked_from = None
@@ -287,6 +357,44 @@ class _Transaction:
         elif len(rest):
             self._radix.free(rest)
         reply.moved, reply.moved_in_place = num_kept, True
+
+    def _fill_in_place(self, whole: Path, head: Path, num_more: int, num_filled: int) -> torch.Tensor:
+        """Have R computed in this batch, if it is missing; return the slots that it needs beyond the removed ones."""
+        slots = whole.slots[:0]
+        if num_filled and self._fill is not None:
+            if num_more > 0:
+                locks = [self._radix.lock(path) for path in (whole, head) if len(path)]
+                try:
+                    slots = self._allocate(num_more)
+                finally:
+                    for lock in locks:
+                        self._radix.unlock(lock)
+            self._admit(head, slots)
+        return slots
+
+    def _allocate(self, num_slots: int) -> torch.Tensor:
+        with self._stages("allocate"):
+            slots = self._radix.allocate(num_slots)
+        if slots is None:
+            raise RefusedError(
+                Reason.POOL_FULL,
+                f"{num_slots} slots are needed, {self._radix.counts()['available']} are free and the rest is held",
+            )
+        return slots
+
+    def _admit(self, head: Path, allocated: torch.Tensor) -> None:
+        assert self._fill is not None
+        try:
+            self._fill.admit(self._new[: self._request.dst_start], head)
+        except BaseException:
+            if len(allocated):
+                self._radix.free(allocated)
+            raise
+
+    def _place(self, filled: torch.Tensor) -> None:
+        if len(filled):
+            assert self._fill is not None
+            self._fill.place(filled, self._match(self._new[: self._request.dst_start], self._request.own_salt))
 
     def _copy(
         self,
@@ -300,26 +408,27 @@ class _Transaction:
     ) -> None:
         request = self._request
         num_new = len(target_ids) - matched
+        num_head = max(0, len(head) - matched)
+        num_filled = max(0, request.dst_start - len(head))
+        num_there = max(0, matched - request.dst_start)
+        old_start, new_start = request.src_start + num_there, request.dst_start + num_there
         locks = [self._radix.lock(path) for path in (source, head, target) if len(path)]
         try:
-            slots = self._radix.allocate(num_new)
-            if slots is None:
-                raise _Refused(
-                    Reason.POOL_FULL,
-                    f"{num_new} slots are needed, {self._radix.counts()['available']} are free and the rest is held",
-                )
-            num_head = max(0, request.dst_start - matched)
-            num_there = max(0, matched - request.dst_start)
-            old_start, new_start = request.src_start + num_there, request.dst_start + num_there
+            slots = self._allocate(num_new)
+            if num_filled:
+                self._admit(head, slots)
+            copied, filled, moved = slots.tensor_split([num_head, num_head + num_filled])
             try:
-                pool = self._pool()
-                _copy_rows_(pool, head.slots[matched : request.dst_start], slots[:num_head], old_start=0, new_start=0)
-                kept = source.slots[old_start - offset :][: num_new - num_head]
-                _copy_rows_(pool, kept, slots[num_head:], old_start=old_start, new_start=new_start)
+                with self._stages("rotate"):
+                    pool = self._pool()
+                    _copy_rows_(pool, head.slots[matched:], copied, old_start=0, new_start=0)
+                    kept = source.slots[old_start - offset :][: len(moved)]
+                    _copy_rows_(pool, kept, moved, old_start=old_start, new_start=new_start)
             except BaseException:
                 self._radix.free(slots)
                 raise
             self._insert(target_ids, request.own_salt, torch.cat([target.slots[:matched], slots]), matched=matched)
+            self._place(filled)
         finally:
             for lock in locks:
                 self._radix.unlock(lock)
@@ -328,7 +437,7 @@ class _Transaction:
             self._footprints.record(
                 self._radix, request.own_salt or "", self._sequence(self._base, request.shared_salt)
             )
-        reply.copied, reply.moved = num_head, num_new - num_head
+        reply.copied, reply.moved = num_head, len(moved)
 
     def _pool(self) -> MlaPool:
         compat.wait_for_forward(self._scheduler)
@@ -346,20 +455,16 @@ def _sum(total: Purge, more: Purge, *, left: bool = True) -> Purge:
 
 def _copy_rows_(pool: MlaPool, src: torch.Tensor, dst: torch.Tensor, *, old_start: int, new_start: int) -> None:
     """Copy a run of rows of every layer from `src` to `dst` slots and turn them to their new positions, in place."""
-    cos, sin = _table(pool, len(src), old_start, new_start)
-    layout = MlaLayout(pool.kv_lora_rank, pool.qk_rope_head_dim)
-    for buffer in pool.buffers:
-        copy_rotate_(buffer, src, dst, layout=layout, cos=cos, sin=sin, is_neox_style=pool.is_neox_style)
+    if len(src):
+        table = _table(pool, len(src), old_start, new_start)
+        copy_rotate_all_(pool.layers, src, dst, table, is_neox_style=pool.is_neox_style)
 
 
 def _turn_rows_(pool: MlaPool, slots: torch.Tensor, *, old_start: int, new_start: int) -> None:
     """Turn a run of rows of every layer to their new positions where they stand."""
-    if old_start == new_start:
-        return
-    cos, sin = _table(pool, len(slots), old_start, new_start)
-    layout = MlaLayout(pool.kv_lora_rank, pool.qk_rope_head_dim)
-    for buffer in pool.buffers:
-        rotate_(buffer, slots, layout=layout, cos=cos, sin=sin, is_neox_style=pool.is_neox_style)
+    if old_start != new_start:
+        table = _table(pool, len(slots), old_start, new_start)
+        rotate_all_(pool.layers, slots, table, is_neox_style=pool.is_neox_style)
 
 
 def _table(pool: MlaPool, num_rows: int, old_start: int, new_start: int) -> tuple[torch.Tensor, torch.Tensor]:

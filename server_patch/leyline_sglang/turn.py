@@ -22,7 +22,7 @@ from leyline_agent.core.protocol import Directive, DirectiveOutcome, Note, Outco
 from leyline_agent.core.token_ids import common_prefix
 from leyline_agent.errors import PlanError
 from leyline_sglang.config import Config
-from leyline_sglang.io_types import CacheReply, CacheRequest, pack
+from leyline_sglang.io_types import AdmissionReply, AdmissionRequest, CacheReply, CacheRequest, pack
 from leyline_sglang.namespaces import own_salt
 from leyline_sglang.note import check_explicit, directives_from_diff
 from leyline_sglang.sequences import Conversation, Edit, RememberedTurn, SequenceMemory
@@ -37,6 +37,10 @@ Raises `PlanError` where the prefill was refused or aborted.
 
 _THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="leyline")
 """Of our own, so that long diffs do not take the threads in which every request's note is read."""
+_ONE_STEP_DIRECTIVES = 4
+_ONE_STEP_TOKENS = 512
+"""An edit of more is carried out before its request: each kept run takes a request slot of the one batch, and the R's
+their part of its prefill budget."""
 _MAX_EDITS = 256
 """Remembered of one turn. A `forget` of an older one gives up the whole namespace, as for any id that is in no log."""
 
@@ -52,6 +56,15 @@ def salt_of(config: Config, conversation: Conversation) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Announced:
+    """Edits that the scheduler carries out as it admits the request."""
+
+    request: AdmissionRequest
+    settle: Callable[[AdmissionReply], Awaitable[Served]]
+    """Say how the request was served, once that is known."""
+
+
+@dataclass(frozen=True, slots=True)
 class Served:
     """How a request goes on: what was done, and the namespace it is served from."""
 
@@ -62,11 +75,16 @@ class Served:
     nonce: str
     edits: tuple[Edit, ...] = ()
     in_own: bool = False
+    announced: Announced | None = None
+    """If not None, all else here holds only for a request that ends before it is admitted."""
 
 
 @dataclass(slots=True)
 class Turn:
-    """Carries out the edits of one turn. Hold `conversation.lock` around `carry_out` and `splice`."""
+    """Carries out the edits of one turn. Hold `conversation.lock` around `carry_out` and `splice`.
+
+    And until the request has answered, where the edits are only announced.
+    """
 
     config: Config
     memory: SequenceMemory
@@ -78,11 +96,14 @@ class Turn:
     turn_id: str | None = None
     last_position: int | None = None
     """Rows from here on are left to the request: a server computes at least the last token of a prompt."""
+    request_id: str | None = None
+    """Of the request, if its edits may be carried out as it is admitted."""
     _started: float = field(default_factory=time.perf_counter)
     _prefilled: int = 0
     _moved: int = 0
     _scheduler_ms: float = 0.0
     _purge: Purge | None = None
+    _stages_ms: dict[str, float] = field(default_factory=dict)
 
     @property
     def own_salt(self) -> str:
@@ -97,11 +118,11 @@ class Turn:
         if note.base is None and note.mode == "amortize":
             return await self._serve(Status.UNCHANGED)
         if note.base is not None and base is None:
-            return await self._serve(
-                Status.REFUSED,
-                reason=Reason.UNKNOWN_BASE,
-                message=f"turn {note.base!r} is not remembered here: it never came, is too old, or was flushed",
-            )
+            message = f"turn {note.base!r} is not remembered here: it never came, is too old, or was flushed"
+            if note.mode == "reprefill":
+                # What the conversation's rows have in common with the unknown base is as unknown.
+                return await self._reprefill(None, reason=Reason.UNKNOWN_BASE, message=message)
+            return await self._serve(Status.REFUSED, reason=Reason.UNKNOWN_BASE, message=message)
         if note.base is not None:
             # Its retries and branches come back to it, so it is not the oldest any more.
             self.conversation.turns.move_to_end(note.base)
@@ -109,23 +130,30 @@ class Turn:
             return await self._reprefill(base)
         try:
             base_ids, directives = await self._in_thread(self._directives, note, base)
+            self._count({"diff": (time.perf_counter() - self._started) * 1e3})
         except PlanError as error:
             _, edits = self._left_of_difference(base)
             return await self._serve(Status.REFUSED, reason=Reason(error.reason), message=str(error), edits=edits)
         return await self.splice(base_ids, directives, base_in_own=base.in_own, edits=base.edits, scrub=note.scrub)
 
-    async def _reprefill(self, base: RememberedTurn | None) -> Served:
+    async def _reprefill(
+        self, base: RememberedTurn | None, *, reason: Reason | None = None, message: str | None = None
+    ) -> Served:
         """Serve nothing of the conversation's own rows right of the first difference from the base, whoever left them.
 
         What lies left of it saw nothing of the changed text.
         """
         kept_tokens, edits = self._left_of_difference(base) if base is not None else (0, ())
+        look = None
         if self.conversation.has_namespace:
             look = await self.look()
             # On a tie too, where the own namespace would be preferred.
             if look.new_own > kept_tokens and look.new_own >= look.new_shared:
                 await self._close_namespace(keep_tokens=kept_tokens)
-        return await self._serve(Status.REPREFILL, edits=edits)
+                look = None
+        # Decided by the same look: were the shared rows evicted meanwhile, another one would prefer the own.
+        status = Status.REPREFILL if reason is None else Status.REFUSED
+        return await self._serve(status, reason=reason, message=message, edits=edits, look=look)
 
     def _left_of_difference(self, base: RememberedTurn) -> tuple[int, tuple[Edit, ...]]:
         """Return how far the prompt is the base, and the base's edits as far as there, where positions are the same."""
@@ -148,24 +176,95 @@ class Turn:
         # In a thread, as thousands of directives take a while.
         plan = await self._in_thread(partial(make_plan, directives, base_tokens=len(base_ids)))
         steps = self._steps(plan)
-        num_shown = _num_shown(directives, steps, plan.first_forget)
         if not steps and plan.first_forget is None:
             left = tuple(edit for edit in edits if edit.position < plan.prefix_tokens)
             return await self._serve(Status.UNCHANGED, edits=left)
+        all_of_them = plan.first_forget is None and len(plan.steps) <= self.config.max_directives
+        if self.request_id is not None and all_of_them and _is_small(plan, steps):
+            return self._announce(base_ids, directives, plan, steps, base_in_own, edits)
         done, reason, message, look = await self._take_steps(base_ids, plan, steps, base_in_own)
         if reason is None and len(plan.steps[: plan.first_forget]) > self.config.max_directives:
             reason = Reason.TOO_MANY_DIRECTIVES
             message = f"{len(directives)} directives, of which the first {self.config.max_directives} are carried out"
-        done_directives = steps[done - 1].directive_idx + 1 if done else 0
-        carried = [secrets.token_hex(6) for _ in range(done_directives)]
-        new_edits = (*_carry_over(edits, plan), *_made(carried, plan, self.turn_id))
         kept = min(plan.prefix_tokens, max(look.base_shared, look.base_own)) if look and done else 0
+        trim = None
         if plan.first_forget is not None:
             # Also after a refusal: what was to be forgotten must not be reached, whatever else failed.
             trim = plan.steps[plan.first_forget].replacement.start
             await self._close_namespace(keep_tokens=trim, forget=True, scrub=scrub)
-            new_edits = tuple(edit for edit in new_edits if edit.position < trim)
             look = None
+        return await self._spliced(directives, plan, steps, done, reason, message, edits, kept, look, trim)
+
+    def _announce(
+        self,
+        base_ids: array[int],
+        directives: list[Directive],
+        plan: SplicePlan,
+        steps: list[SpliceStep],
+        base_in_own: bool,
+        edits: tuple[Edit, ...],
+    ) -> Served:
+        """Leave the steps to the scheduler, for when it admits the request."""
+        assert self.request_id is not None
+        conversation = self.conversation
+        had_namespace, conversation.has_namespace = conversation.has_namespace, True
+        request = AdmissionRequest(
+            request_id=self.request_id,
+            base=pack(base_ids),
+            shared_salt=conversation.scope[1],
+            own_salt=self.own_salt,
+            from_own=base_in_own,
+            in_place=self.config.in_place,
+            steps=[self._positions(step) for step in steps],
+        )
+        announced_ms = (time.perf_counter() - self._started) * 1e3
+
+        async def settle(reply: AdmissionReply) -> Served:
+            reason = Reason(reply.reason) if reply.reason else None
+            if reason is not None:
+                conversation.has_namespace = had_namespace or reply.new_own > 0
+            self._moved, self._prefilled = reply.moved, reply.filled
+            self._scheduler_ms += reply.ms
+            # What passed since then is the request's own: it waited, and was computed.
+            self._started = time.perf_counter() - (announced_ms + reply.ms) / 1e3
+            self._count(reply.stages_ms)
+            done = reply.steps_done
+            kept = min(plan.prefix_tokens, max(reply.base_shared, reply.base_own)) if done else 0
+            message = reply.message or None
+            return await self._spliced(directives, plan, steps, done, reason, message, edits, kept, reply)
+
+        ended = "the request ended before its edits were carried out"
+        outcome = Outcome(status=Status.REFUSED, reason=Reason.ABORTED, message=ended, turn=self.turn_id)
+        # Some of them may have been: then a later `forget` finds them.
+        possible = (*_carry_over(edits, plan), *_made([secrets.token_hex(6) for _ in directives], plan, self.turn_id))
+        return Served(
+            outcome,
+            self._salt(base_in_own),
+            self.own_salt,
+            conversation.nonce,
+            possible[-_MAX_EDITS:],
+            base_in_own,
+            Announced(request, settle),
+        )
+
+    async def _spliced(
+        self,
+        directives: list[Directive],
+        plan: SplicePlan,
+        steps: list[SpliceStep],
+        done: int,
+        reason: Reason | None,
+        message: str | None,
+        edits: tuple[Edit, ...],
+        kept: int,
+        look: CacheReply | None,
+        trim: int | None = None,
+    ) -> Served:
+        """State the outcome of the first `done` steps; edits from `trim` on are forgotten."""
+        num_shown = _num_shown(directives, steps, plan.first_forget)
+        done_directives = steps[done - 1].directive_idx + 1 if done else 0
+        carried = [secrets.token_hex(6) for _ in range(done_directives)]
+        new_edits = (*_carry_over(edits, plan), *_made(carried, plan, self.turn_id))
         finished = reason is None
         status = Status.SPLICED if finished and done else Status.REPREFILL if finished else Status.REFUSED
         return await self._serve(
@@ -178,7 +277,7 @@ class Turn:
             ),
             num_directives=num_shown,
             kept_tokens=kept,
-            edits=new_edits,
+            edits=tuple(edit for edit in new_edits if trim is None or edit.position < trim),
             look=look,
         )
 
@@ -198,11 +297,23 @@ class Turn:
             message = f"the diff was not made within {self.config.timeout_s} s: too many others wait for theirs"
             raise PlanError(message, reason=Reason.TIMEOUT) from error
 
+    @property
+    def _limit(self) -> int:
+        return len(self.new_ids) if self.last_position is None else self.last_position
+
     def _steps(self, plan: SplicePlan) -> list[SpliceStep]:
         """Return the steps that move rows: those left of the first `forget` with a run to keep."""
-        limit = len(self.new_ids) if self.last_position is None else self.last_position
         steps = plan.steps[: plan.first_forget][: self.config.max_directives]
-        return [step for step in steps if len(step.kept.dst) and step.kept.dst.start < limit]
+        return [step for step in steps if len(step.kept.dst) and step.kept.dst.start < self._limit]
+
+    def _positions(self, step: SpliceStep) -> tuple[int, int, int, int]:
+        """Return what the scheduler needs of a step: `removed_start`, `src_start`, `src_end` and `dst_start`."""
+        src, dst_start = step.kept.src, step.kept.dst.start
+        return step.removed.start, src.start, src.start + min(len(src), self._limit - dst_start), dst_start
+
+    def _count(self, stages_ms: dict[str, float]) -> None:
+        for name, ms in stages_ms.items():
+            self._stages_ms[name] = self._stages_ms.get(name, 0.0) + ms
 
     async def _take_steps(
         self, base_ids: array[int], plan: SplicePlan, steps: list[SpliceStep], base_in_own: bool
@@ -212,7 +323,6 @@ class Turn:
         R goes to where the base is, as a prefix of the base stands left of it; the next one to the conversation's
         namespace, where the step before it has put everything by then.
         """
-        limit = len(self.new_ids) if self.last_position is None else self.last_position
         look: CacheReply | None = None
         first_new = 0
         for idx, step in enumerate(steps):
@@ -222,17 +332,17 @@ class Turn:
             replacements = [other.replacement for other in plan.steps[first_new : step.directive_idx + 1]]
             first_new = step.directive_idx + 1
             if any(map(len, replacements)):
+                started = time.perf_counter()
                 try:
                     self._prefilled += await self.prefill(self.new_ids[:head_tokens], head_salt)
                 except PlanError as error:
                     return idx, Reason(error.reason), str(error), await self._give_up(base_ids, look)
+                finally:
+                    self._count({"prefill": (time.perf_counter() - started) * 1e3})
             request = self._request(base_ids, own=True)
             request.move, request.in_place = True, self.config.in_place
             request.from_own, request.head_from_own = base_in_own, base_in_own or idx > 0
-            request.removed_start = step.removed.start
-            request.src_start = step.kept.src.start
-            request.src_end = step.kept.src.start + min(len(step.kept.src), limit - head_tokens)
-            request.dst_start = head_tokens
+            request.removed_start, request.src_start, request.src_end, request.dst_start = self._positions(step)
             request.more_follow = idx + 1 < len(steps)
             request.parked_from = look.parked_from if look else None
             # Set before, as there may be rows under the namespace whatever becomes of the answer.
@@ -305,8 +415,10 @@ class Turn:
         return await self._ask(self._request(base_ids or array("i"), own=self.conversation.has_namespace))
 
     async def _ask(self, request: CacheRequest) -> CacheReply:
+        started = time.perf_counter()
         reply = await self.ask(request)
         self._scheduler_ms += reply.ms
+        self._count({"wait": (time.perf_counter() - started) * 1e3 - reply.ms, **reply.stages_ms})
         return reply
 
     def _request(self, base_ids: array[int], *, own: bool) -> CacheRequest:
@@ -352,8 +464,15 @@ class Turn:
             purge=self._purge,
             ms=round((time.perf_counter() - self._started) * 1e3, 3),
             scheduler_ms=round(self._scheduler_ms, 3),
+            stages_ms={name: round(ms, 3) for name, ms in self._stages_ms.items()},
         )
         return Served(outcome, self._salt(in_own), self.own_salt, self.conversation.nonce, edits[-_MAX_EDITS:], in_own)
+
+
+def _is_small(plan: SplicePlan, steps: list[SpliceStep]) -> bool:
+    """Whether all of an edit fits beside its request in one batch."""
+    filled = sum(len(step.replacement) for step in plan.steps[: steps[-1].directive_idx + 1]) if steps else 0
+    return 0 < len(steps) <= _ONE_STEP_DIRECTIVES and filled <= _ONE_STEP_TOKENS
 
 
 def _num_shown(directives: list[Directive], steps: list[SpliceStep], first_forget: int | None) -> int:

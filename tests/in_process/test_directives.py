@@ -17,7 +17,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from leyline_sglang import footprints, splice
+from leyline_kernels import reference
+from leyline_sglang import footprints
 from leyline_sglang.config import Config
 from leyline_sglang.namespaces import parked_salt
 
@@ -104,7 +105,7 @@ def carry_out(client: Client, base: Sequence[int], directives: Sequence[Directiv
 def written_slots() -> Iterator[list[Counter[int]]]:
     """Count how often the kernels write each slot, for each layer they are called on."""
     counts: dict[int, Counter[int]] = defaultdict(Counter)
-    copy_rotate_, rotate_ = splice.copy_rotate_, splice.rotate_
+    copy_rotate_, rotate_ = reference.copy_rotate_, reference.rotate_
 
     def copy(buffer: torch.Tensor, src: torch.Tensor, dst: torch.Tensor, **tables: Any) -> None:
         counts[buffer.data_ptr()].update(dst.tolist())
@@ -115,7 +116,7 @@ def written_slots() -> Iterator[list[Counter[int]]]:
         rotate_(buffer, slots, **tables)
 
     layers: list[Counter[int]] = []
-    with patch.object(splice, "copy_rotate_", copy), patch.object(splice, "rotate_", rotate):
+    with patch.object(reference, "copy_rotate_", copy), patch.object(reference, "rotate_", rotate):
         yield layers
     layers.extend(counts.values())
 

@@ -7,7 +7,7 @@ import json
 import random
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -213,6 +213,14 @@ class Live:
     def cached(self, ids: list[int], **namespace: Any) -> int:
         return len(self.rows(ids, **namespace)["slots"])
 
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        """Return when something has come about."""
+        for _ in range(1000):
+            if holds():
+                return
+            time.sleep(0.02)
+        raise AssertionError("it did not come about")
+
     def assert_balanced(self) -> None:
         """After any call: every slot is free, evictable or protected, unless other requests hold some right now."""
         for _ in range(100):
@@ -225,7 +233,7 @@ class Live:
 
     def assert_conserved(self) -> None:
         """Once all requests have ended every slot is free or evictable, and none of them has left anything behind."""
-        left = ("running", "protected", "requests", "edited_requests", "messages", "locks")
+        left = ("running", "protected", "announced", "requests", "edited_requests", "messages", "locks")
         for _ in range(200):
             counts = self.counts()
             if not any(counts[name] for name in left):

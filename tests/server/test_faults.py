@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,6 +91,13 @@ def status(answer: Answer) -> str:
 
 
 @pytest.fixture(scope="module")
+def shared_live(serve_probed: Callable[..., AbstractContextManager[Live]]) -> Iterator[Live]:
+    """R is prefilled before its request here, as there is more that can come between; see `test_one_step.py`."""
+    with serve_probed(LEYLINE_ONE_STEP="0") as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
 def story(shared_live: Live) -> Story:
     live = shared_live
     base = live.ids(300, 1)
@@ -125,14 +131,6 @@ def other(live: Live, story: Story) -> Iterator[None]:
     assert story.edit_again(live, conversation).output_ids == story.spliced_again
 
 
-def _wait_until(holds: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if holds():
-            return
-        time.sleep(0.02)
-    raise AssertionError("it did not come about")
-
-
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.usefixtures("other")
@@ -144,7 +142,7 @@ def test_a_caller_who_leaves(live: Live, story: Story, point: str, stream: bool)
             stop.wait()
         if stream:
             # A stream's caller is missed at once, so its turn ends here; any other goes on until it waits for tokens.
-            _wait_until(lambda: live.counts()["edited_requests"] == 0)
+            live.wait_until(lambda: live.counts()["edited_requests"] == 0)
     story.goes_on(live, conversation)
 
 
@@ -203,7 +201,7 @@ def test_the_same_turn_twice(live: Live, story: Story, num_turns: int, at_once: 
         with live.stopped("before_move") as stop, ThreadPoolExecutor(2) as threads:
             answers = [threads.submit(edit, live, conversation) for _ in range(2)]
             stop.wait()
-            _wait_until(lambda: live.counts()["edited_requests"] == 2)
+            live.wait_until(lambda: live.counts()["edited_requests"] == 2)
             stop.let_go()
         both = [answer.result() for answer in answers]
     else:
@@ -228,7 +226,7 @@ def test_two_turns_side_by_side_copy_from_one_base(live: Live, story: Story) -> 
         first = live.send(story.edited, note(conversation, "2", "1"))
         stop.wait()
         second = live.send(prompt, note(conversation, "b", "1"))
-        _wait_until(lambda: live.counts()["edited_requests"] == 2)
+        live.wait_until(lambda: live.counts()["edited_requests"] == 2)
     assert (status(first.result()), first.result().output_ids) == ("spliced", story.spliced)
     assert (status(second.result()), second.result().output_ids) == ("spliced", reference.output_ids)
     story.goes_on(live, conversation)
@@ -246,7 +244,7 @@ def test_two_turns_side_by_side_move_one_base(live: Live, story: Story) -> None:
         first = live.send(story.edited_again, note(conversation, "3", "2"))
         stop.wait()
         second = live.send(prompt, note(conversation, "b", "2"))
-        _wait_until(lambda: live.counts()["edited_requests"] == 2)
+        live.wait_until(lambda: live.counts()["edited_requests"] == 2)
     assert (status(first.result()), first.result().output_ids) == ("spliced", story.spliced_again)
     assert (status(second.result()), second.result().output_ids) == ("evicted", plain)
     for turn, grown in (("3", story.edited_again), ("b", prompt)):
@@ -260,7 +258,7 @@ def test_an_edit_of_a_base_that_decodes_in_the_own_namespace(live: Live, story: 
     alone, conversation = story.begin(live), story.begin(live)
     reference = live.generate(story.edited, note(alone, "2", "1"), max_new_tokens=150).output_ids
     base = live.send(story.edited, note(conversation, "2", "1"), max_new_tokens=150)
-    _wait_until(lambda: live.cached(story.edited, conversation=conversation) == len(story.edited))
+    live.wait_until(lambda: live.cached(story.edited, conversation=conversation) == len(story.edited))
     later = story.edit_again(live, conversation)
     assert not base.done(), "the base ended before the edit; make it longer"
     assert (status(later), later.output_ids) == ("spliced", story.spliced_again)
@@ -303,7 +301,7 @@ class Mortal:
 
 @pytest.fixture(scope="module")
 def mortal(model_dir: Path, probe_env: dict[str, str]) -> Iterator[Mortal]:
-    mortal = Mortal(model_dir, probe_env)
+    mortal = Mortal(model_dir, probe_env | {"LEYLINE_ONE_STEP": "0"})
     with mortal._running:
         yield mortal
 
@@ -375,7 +373,7 @@ def test_a_caller_who_leaves_during_a_forget(mortal: Mortal, story: Story, point
     with live.stopped(point) as stop:
         with live.caller(story.edited_again, note(conversation, "3", "2", forget="all"), stream=True):
             stop.wait()
-        _wait_until(lambda: live.counts()["edited_requests"] == 0)
+        live.wait_until(lambda: live.counts()["edited_requests"] == 0)
     live.assert_conserved()
     assert live.snapshot().namespaces() == {(None, None)}
     story.goes_on_from_nothing(live, conversation)
@@ -387,7 +385,7 @@ def test_a_forget_whose_copy_fails(mortal: Mortal, story: Story) -> None:
     plain = live.generate(story.edited_again).output_ids
     conversation = story.begin(live)
     running = live.send(story.edited, note(conversation, "2", "1"), max_new_tokens=100)
-    _wait_until(lambda: live.cached(story.edited, conversation=conversation) == len(story.edited))
+    live.wait_until(lambda: live.cached(story.edited, conversation=conversation) == len(story.edited))
     live.break_kernel()
     answer = live.generate(story.edited_again, note(conversation, "3", "2", mode="forget"))
     assert not running.done(), "nothing was held; let it generate more"

@@ -72,11 +72,12 @@ class _Scheduler:
         return self._counts()
 
     def _counts(self) -> dict[str, Any]:
-        from leyline_sglang import compat
+        from leyline_sglang import compat, one_step
 
         mla = hasattr(self._pool, "kv_lora_rank")
         return {
             **self._radix.counts(),
+            "announced": len(one_step._ANNOUNCED.get(self._scheduler, ())),
             "running": len(self._scheduler.running_batch.reqs) + len(self._scheduler.waiting_queue),
             "tree_core": type(getattr(self._tree, "tree_core", None)).__name__,
             "inv_freq": compat.mla_pool(self._scheduler).inv_freq.tolist() if mla else [],
@@ -158,21 +159,21 @@ def _python_nodes(core: Any) -> Iterator[Any]:
 
 def _break_kernel() -> None:
     """Have the next copy or turn of rows fail in the second layer."""
-    from leyline_sglang import splice
+    from leyline_kernels import reference
 
-    originals = {name: getattr(splice, name) for name in ("copy_rotate_", "rotate_")}
+    originals = {name: getattr(reference, name) for name in ("copy_rotate_", "rotate_")}
     calls: list[str] = []
 
     def failing(name: str, *args: Any, **kwargs: Any) -> None:
         calls.append(name)
         if len(calls) > 1:
             for broken, original in originals.items():
-                setattr(splice, broken, original)
+                setattr(reference, broken, original)
             raise RuntimeError("the probe made this kernel fail")
         originals[name](*args, **kwargs)
 
     for name in originals:
-        setattr(splice, name, partial(failing, name))
+        setattr(reference, name, partial(failing, name))
 
 
 # --- tokenizer process ----------------------------------------------------------------------------------------------
@@ -265,7 +266,7 @@ def _unfinished(manager: Any) -> dict[str, int]:
     return {
         "requests": len(manager.rid_to_state),
         "edited_requests": len(serving._aborted) if serving else 0,
-        "messages": len(serving._tasks) if serving else 0,
+        "messages": len(serving._tasks) + len(serving._admissions) if serving else 0,
         "locks": sum(c.lock.locked() for c in _MEMORY[0]._conversations.values()) if serving else 0,
     }
 

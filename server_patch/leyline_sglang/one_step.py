@@ -1,0 +1,162 @@
+"""An edited turn in one step of the scheduler: R is computed in the batch of the very request that reads it.
+
+As a request is admitted that edits were announced for, its kept runs are moved and keyed, together with slots for R
+that are still to be written. A *sibling* request in the same batch computes R into them, and the request itself,
+matched again, finds its whole prefix cached. That needs an attention backend that writes the keys of a batch before it
+reads any (`compat.not_in_one_step`). Nobody else can see the unwritten rows: they are in the conversation's own
+namespace, whose next turn is taken up only once this request has answered, and by then the batch was launched.
+
+Whatever does not fit costs a re-prefill: the request is admitted all the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from leyline_agent.core.protocol import Reason
+from leyline_sglang import compat
+from leyline_sglang.compat import Path
+from leyline_sglang.io_types import AdmissionReply, AdmissionRequest, CacheReply, CacheRequest, pack
+from leyline_sglang.splice import RefusedError, Transaction
+
+logger = logging.getLogger(__name__)
+
+_MAX_ANNOUNCED = 4096
+"""Announced requests that have not come; the oldest goes, and is served as any other."""
+_COUNTS = ("moved", "copied", "filled")
+
+_ANNOUNCED: WeakKeyDictionary[Any, OrderedDict[str, AdmissionRequest]] = WeakKeyDictionary()
+
+
+def announce(scheduler: Any, request: AdmissionRequest) -> None:
+    """Keep what is to be done for a request until it is admitted."""
+    announced = _ANNOUNCED.setdefault(scheduler, OrderedDict())
+    if request.cancel:
+        announced.pop(request.request_id, None)
+        return
+    announced[request.request_id] = request
+    while len(announced) > _MAX_ANNOUNCED:
+        announced.popitem(last=False)
+
+
+def admit(scheduler: Any, adder: Any, req: Any, admit_plainly: Callable[[Any], Any]) -> Any:
+    """Stand around the admission of a request. A process boundary: nothing that goes wrong here stops the scheduler."""
+    announced = _ANNOUNCED.get(scheduler)
+    request = announced.get(req.rid) if announced else None
+    if announced is None or request is None:
+        return admit_plainly(req)
+    started = time.perf_counter()
+    siblings = _Siblings(scheduler, adder, req, admit_plainly)
+    # The request itself takes one slot, and there may be one sibling a step.
+    if compat.free_request_slots(scheduler, adder) < 1 + len(request.steps) and not compat.nothing_runs(
+        scheduler, adder
+    ):
+        return compat.wait_for_room()
+    try:
+        reply = _take_steps(scheduler, req, request, siblings)
+    except Exception as error:
+        logger.exception("leyline: a splice failed; the request is served without it")
+        reply = AdmissionReply(reason=Reason.INTERNAL_ERROR.value, message=f"{type(error).__name__}: {error}")
+    del announced[req.rid]
+    try:
+        in_own = reply.new_own > 0 and reply.new_own >= reply.new_shared
+        compat.use_namespace(scheduler, req, request.own_salt if in_own else request.shared_salt)
+    finally:
+        reply.request_id = request.request_id
+        reply.ms = (time.perf_counter() - started) * 1e3
+        compat.tell_tokenizer(scheduler, reply)
+    return admit_plainly(req) if compat.has_budget(adder) else compat.wait_for_room()
+
+
+def _take_steps(scheduler: Any, req: Any, request: AdmissionRequest, siblings: _Siblings) -> AdmissionReply:
+    """Take steps from the left until one is refused."""
+    total = AdmissionReply()
+    new = pack(req.origin_input_ids)
+    parked_from: int | None = None
+    for idx, (removed_start, src_start, src_end, dst_start) in enumerate(request.steps):
+        move = CacheRequest(
+            base=request.base,
+            new=new,
+            extra_key=req.extra_key,
+            shared_salt=request.shared_salt,
+            own_salt=request.own_salt,
+            move=True,
+            from_own=request.from_own,
+            head_from_own=request.from_own or idx > 0,
+            removed_start=removed_start,
+            src_start=src_start,
+            src_end=src_end,
+            dst_start=dst_start,
+            more_follow=idx + 1 < len(request.steps),
+            parked_from=parked_from,
+            in_place=request.in_place,
+        )
+        reply = Transaction(scheduler, move, siblings).run()
+        _add(total, reply)
+        if reply.reason:
+            if parked_from is not None:
+                drop = CacheRequest(
+                    base=request.base,
+                    new=new,
+                    extra_key=req.extra_key,
+                    shared_salt=request.shared_salt,
+                    own_salt=request.own_salt,
+                    drop_parked=True,
+                )
+                Transaction(scheduler, drop).run()
+            break
+        total.steps_done, parked_from = idx + 1, reply.parked_from
+    return total
+
+
+def _add(total: AdmissionReply, reply: CacheReply) -> None:
+    for name in _COUNTS:
+        setattr(total, name, getattr(total, name) + getattr(reply, name))
+    for name in ("base_shared", "base_own", "new_shared", "new_own", "moved_in_place", "reason", "message"):
+        setattr(total, name, getattr(reply, name))
+    total.stages_ms = {
+        name: total.stages_ms.get(name, 0.0) + reply.stages_ms.get(name, 0.0)
+        for name in {*total.stages_ms, *reply.stages_ms}
+    }
+
+
+class _Siblings:
+    """Has R computed by requests of ours in the batch that is being built (a `splice.Fill`)."""
+
+    def __init__(self, scheduler: Any, adder: Any, req: Any, admit_plainly: Callable[[Any], Any]) -> None:
+        self._scheduler = scheduler
+        self._adder = adder
+        self._req = req
+        self._admit_plainly = admit_plainly
+        self._admitted: Any = None
+
+    def check_room(self, num_tokens: int) -> None:
+        """See `splice.Fill`."""
+        if compat.free_request_slots(self._scheduler, self._adder) < 2:
+            raise RefusedError(Reason.POOL_FULL, "no request slot is free to compute R beside the request")
+        # One less: a request that takes the whole budget is cut into chunks.
+        budget = compat.prefill_budget(self._adder) - 1
+        if num_tokens > budget:
+            raise RefusedError(
+                Reason.EVICTED, f"{num_tokens} tokens left of the kept run are not cached; this batch takes {budget}"
+            )
+
+    def admit(self, token_ids: array[int], prefix: Path) -> None:
+        """See `splice.Fill`."""
+        sibling = compat.new_sibling(self._scheduler, self._req, token_ids, prefix)
+        self._admit_plainly(sibling)
+        if not compat.is_admitted(self._adder, sibling):
+            raise RefusedError(Reason.POOL_FULL, "the batch has no room to compute R beside the request")
+        self._admitted = sibling
+
+    def place(self, slots: torch.Tensor, path: Path) -> None:
+        """See `splice.Fill`."""
+        compat.place_sibling(self._scheduler, self._admitted, slots, path)
