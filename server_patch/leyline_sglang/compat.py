@@ -11,6 +11,7 @@ from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -479,15 +480,12 @@ def new_sibling(scheduler: Any, req: Any, token_ids: array[int], prefix: Path) -
     What it samples goes nowhere. It is admitted as any other, then told by `place_sibling` where its rows go.
     """
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.sampling.sampling_params import SamplingParams
 
-    params = SamplingParams(max_new_tokens=0, temperature=0)
-    params.normalize(None)
     sibling = Req(
         f"{req.rid}-leyline",
         "",
         token_ids,
-        params,
+        _nothing_to_sample(),
         extra_key=req.extra_key,
         cache_salt=req.cache_salt,
         vocab_size=scheduler.model_config.vocab_size,
@@ -502,6 +500,15 @@ def new_sibling(scheduler: Any, req: Any, token_ids: array[int], prefix: Path) -
     return sibling
 
 
+@cache
+def _nothing_to_sample() -> Any:
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    params = SamplingParams(max_new_tokens=0, temperature=0)
+    params.normalize(None)
+    return params
+
+
 def place_sibling(scheduler: Any, sibling: Any, slots: torch.Tensor, path: Path) -> None:
     """Have an admitted sibling write its rows to `slots`, which end `path`, and hold that path until it has ended."""
     tree = scheduler.tree_cache
@@ -511,10 +518,11 @@ def place_sibling(scheduler: Any, sibling: Any, slots: torch.Tensor, path: Path)
     setattr(sibling, _SIBLING, slots)
 
 
-def use_namespace(scheduler: Any, req: Any, cache_salt: str | None) -> None:
-    """Have a waiting request take its prefix from a namespace, as that is now."""
+def use_namespace(scheduler: Any, req: Any, cache_salt: str | None) -> int:
+    """Have a waiting request take its prefix from a namespace, as that is now; return how much there is of it."""
     req.cache_salt = cache_salt
     req.init_next_round_input(scheduler.tree_cache)
+    return int(req.prefix_len)
 
 
 def _write_to_placed_slots(original: Callable[..., Any], batch: Any) -> Any:
@@ -589,8 +597,13 @@ def scrub_free_slots(scheduler: Any) -> int:
 def wait_for_forward(scheduler: Any) -> None:
     """Order what follows behind the forward pass in flight, which runs on another stream on a GPU."""
     stream = getattr(scheduler, "forward_stream", None)
-    if stream is not None and torch.cuda.is_available():
+    if stream is not None and _on_cuda():
         torch.cuda.current_stream().wait_stream(stream)
+
+
+@cache
+def _on_cuda() -> bool:
+    return torch.cuda.is_available()
 
 
 def _rotary_embeddings(scheduler: Any) -> list[Any]:

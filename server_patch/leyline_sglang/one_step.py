@@ -23,9 +23,9 @@ import torch
 
 from leyline_agent.core.protocol import Reason
 from leyline_sglang import compat
-from leyline_sglang.compat import Path
+from leyline_sglang.compat import Path, RadixPort
 from leyline_sglang.io_types import AdmissionReply, AdmissionRequest, CacheReply, CacheRequest, pack
-from leyline_sglang.splice import RefusedError, Transaction
+from leyline_sglang.splice import RefusedError, Stages, Transaction
 
 logger = logging.getLogger(__name__)
 
@@ -67,13 +67,24 @@ def admit(scheduler: Any, adder: Any, req: Any, admit_plainly: Callable[[Any], A
         reply = AdmissionReply(reason=Reason.INTERNAL_ERROR.value, message=f"{type(error).__name__}: {error}")
     del announced[req.rid]
     try:
-        in_own = reply.new_own > 0 and reply.new_own >= reply.new_shared
-        compat.use_namespace(scheduler, req, request.own_salt if in_own else request.shared_salt)
+        _choose_namespace(scheduler, req, request, reply)
     finally:
         reply.request_id = request.request_id
         reply.ms = (time.perf_counter() - started) * 1e3
         compat.tell_tokenizer(scheduler, reply)
     return admit_plainly(req) if compat.has_budget(adder) else compat.wait_for_room()
+
+
+def _choose_namespace(scheduler: Any, req: Any, request: AdmissionRequest, reply: AdmissionReply) -> None:
+    """Serve the request from where more of it is cached, the conversation's namespace on a tie."""
+    stages = Stages()
+    with stages("look"):
+        reply.new_own = compat.use_namespace(scheduler, req, request.own_salt)
+        shared = RadixPort(scheduler.tree_cache).match(req.origin_input_ids, req.extra_key, request.shared_salt)
+        reply.new_shared = len(shared)
+        if not reply.new_own or reply.new_shared > reply.new_own:
+            compat.use_namespace(scheduler, req, request.shared_salt)
+    reply.stages_ms |= stages.ms
 
 
 def _take_steps(scheduler: Any, req: Any, request: AdmissionRequest, siblings: _Siblings) -> AdmissionReply:
@@ -99,7 +110,8 @@ def _take_steps(scheduler: Any, req: Any, request: AdmissionRequest, siblings: _
             parked_from=parked_from,
             in_place=request.in_place,
         )
-        reply = Transaction(scheduler, move, siblings).run()
+        reply = CacheReply()
+        Transaction(scheduler, move, siblings).move(reply)
         _add(total, reply)
         if reply.reason:
             if parked_from is not None:
@@ -120,8 +132,7 @@ def _take_steps(scheduler: Any, req: Any, request: AdmissionRequest, siblings: _
 def _add(total: AdmissionReply, reply: CacheReply) -> None:
     for name in _COUNTS:
         setattr(total, name, getattr(total, name) + getattr(reply, name))
-    for name in ("base_shared", "base_own", "new_shared", "new_own", "moved_in_place", "reason", "message"):
-        setattr(total, name, getattr(reply, name))
+    total.moved_in_place, total.reason, total.message = reply.moved_in_place, reply.reason, reply.message
     total.stages_ms = {
         name: total.stages_ms.get(name, 0.0) + reply.stages_ms.get(name, 0.0)
         for name in {*total.stages_ms, *reply.stages_ms}

@@ -146,13 +146,7 @@ class Transaction:
         if request.drop_parked:
             self._drop_parked()
         if request.move:
-            try:
-                self._move(reply)
-                if request.parked_from is not None and not request.more_follow:
-                    # Where the last run was copied from there, or was in its place already.
-                    self._drop_parked()
-            except RefusedError as refused:
-                reply.reason, reply.message = refused.reason.value, str(refused)
+            self.move(reply)
         with self._stages("look"):
             reply.base_shared, reply.base_own = self._cached(self._base)
             reply.new_shared, reply.new_own = self._cached(self._new)
@@ -160,6 +154,18 @@ class Transaction:
             reply.own_tokens = self._footprints.own_slots(self._radix, request.own_salt)
         reply.stages_ms = self._stages.ms
         return reply
+
+    def move(self, reply: CacheReply) -> None:
+        """Move the kept run, and say so in `reply`; or why not."""
+        request = self._request
+        try:
+            self._move(reply)
+            if request.parked_from is not None and not request.more_follow:
+                # Where the last run was copied from there, or was in its place already.
+                self._drop_parked()
+        except RefusedError as refused:
+            reply.reason, reply.message = refused.reason.value, str(refused)
+        reply.stages_ms = self._stages.ms
 
     def _drop_parked(self) -> None:
         """Drop what is parked: nothing needs it any more."""
@@ -257,13 +263,19 @@ class Transaction:
                 # A retry: the rows are there already.
                 return
             # A match splits nodes but leaves slots where they are, so the lists stay right until something is evicted.
-            source = self._match(self._base[offset : request.src_end], source_salt)
             head = target
-            if len(target) < request.dst_start:
-                head = self._match(self._new[: request.dst_start], self._salt(request.head_from_own))
-                if len(head) < len(target):
-                    head = target
-        num_kept = offset + len(source) - request.src_start
+            if len(target) < request.dst_start and not request.head_from_own:
+                shared = self._match(self._new[: request.dst_start], request.shared_salt)
+                head = shared if len(shared) > len(target) else target
+            # All that stands left of the run must be in the conversation's namespace already.
+            cut = self._cut(offset) if len(head) == len(target) <= request.dst_start else None
+            if cut:
+                # Splits the node there, so that the end of the source is nodes of its own.
+                self._match(self._base[offset : offset + cut], source_salt)
+            source_end = request.src_end if cut is None else len(self._base)
+            source = self._match(self._base[offset:source_end], source_salt)
+            in_place = cut is not None and self._radix.takeable_from(source) <= cut
+        num_kept = min(offset + len(source), request.src_end) - request.src_start
         if num_kept <= 0:
             raise RefusedError(
                 Reason.EVICTED,
@@ -280,37 +292,23 @@ class Transaction:
         matched = min(len(target), len(target_ids))
         if matched == len(target_ids):
             return
-        whole, cut = None, 0
-        if matched == len(head) <= request.dst_start:
-            # All that stands left of the run is in the conversation's namespace already.
-            with self._stages("match"):
-                whole, cut = self._cut(source_salt, offset)
-        if whole is not None:
-            self._move_in_place(reply, source_salt, offset, whole, cut, target_ids, head, num_kept)
+        if in_place and cut is not None:
+            self._move_in_place(reply, source_salt, offset, source, cut, target_ids, head, num_kept)
         else:
             self._copy(reply, source, offset, head, target, matched, target_ids)
         reply.filled = num_filled
 
-    def _cut(self, source_salt: str | None, offset: int) -> tuple[Path | None, int]:
-        """Return the whole cached source, and from which of its tokens on it may be taken out of the tree.
-
-        None where it may not be taken from there on.
-        """
+    def _cut(self, offset: int) -> int | None:
+        """Return from which token of the source on it would be taken out of the tree; None where it must be copied."""
         request = self._request
         if not (request.in_place and (request.from_own or request.parked_from is not None)):
-            return None, 0
+            return None
         cut = 0
         if request.parked_from is None:
             # What the head has in common with the base stays.
             head_ids = self._new[: request.dst_start]
             cut = max(request.removed_start, common_prefix(self._base, head_ids))
-        if offset + cut > request.src_start:
-            return None, 0
-        source_ids = self._base[offset:]
-        # Splits the node there, so that the end of the source is nodes of its own.
-        self._match(source_ids[:cut], source_salt)
-        whole = self._match(source_ids, source_salt)
-        return (whole, cut) if self._radix.takeable_from(whole) <= cut else (None, 0)
+        return None if offset + cut > request.src_start else cut
 
     def _move_in_place(
         self,
@@ -385,7 +383,8 @@ class Transaction:
     def _admit(self, head: Path, allocated: torch.Tensor) -> None:
         assert self._fill is not None
         try:
-            self._fill.admit(self._new[: self._request.dst_start], head)
+            with self._stages("admit"):
+                self._fill.admit(self._new[: self._request.dst_start], head)
         except BaseException:
             if len(allocated):
                 self._radix.free(allocated)
@@ -394,7 +393,8 @@ class Transaction:
     def _place(self, filled: torch.Tensor) -> None:
         if len(filled):
             assert self._fill is not None
-            self._fill.place(filled, self._match(self._new[: self._request.dst_start], self._request.own_salt))
+            with self._stages("admit"):
+                self._fill.place(filled, self._match(self._new[: self._request.dst_start], self._request.own_salt))
 
     def _copy(
         self,

@@ -229,7 +229,8 @@ class Turn:
             self._started = time.perf_counter() - (announced_ms + reply.ms) / 1e3
             self._count(reply.stages_ms)
             done = reply.steps_done
-            kept = min(plan.prefix_tokens, max(reply.base_shared, reply.base_own)) if done else 0
+            # All of it was cached, or the run right of it was not.
+            kept = plan.prefix_tokens if done else 0
             message = reply.message or None
             return await self._spliced(directives, plan, steps, done, reason, message, edits, kept, reply)
 
