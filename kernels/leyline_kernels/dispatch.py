@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from leyline_kernels import reference
+from leyline_kernels import reference, rope_tables
 from leyline_kernels.layer_buffers import LayerBuffers, check_moves
 
 Backend = Literal["torch", "triton"]
@@ -41,6 +41,29 @@ def warm_up(layers: LayerBuffers, *, is_neox_style: bool) -> None:
         from leyline_kernels import rotate
 
         rotate.warm_up(layers, is_neox_style=is_neox_style)
+
+
+def run_table(
+    inv_freq: torch.Tensor, num_rows: int, *, old_start: int, position_delta: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosine and sine of a move of adjacent rows, each float32 `[num_rows, rope_dim / 2]`, or of one for all.
+
+    Args:
+        inv_freq: `[rope_dim / 2]` float32, from the model's own rotary embedding, on the device of the pool.
+        num_rows: Rows of the run.
+        old_start: Position of its first row before the move.
+        position_delta: New minus old position.
+
+    Raises:
+        ValueError: `inv_freq` is not a float32 vector, or there is nothing that moves rows on its device.
+    """
+    if position_delta == 0:
+        return rope_tables.delta_table(inv_freq, 0)
+    if backend_of(inv_freq.device) == "triton":
+        from leyline_kernels import rotate
+
+        return rotate.run_table(inv_freq, num_rows, old_start=old_start, position_delta=position_delta)
+    return rope_tables.move_table(inv_freq, torch.arange(old_start, old_start + num_rows), position_delta)
 
 
 def copy_rotate_all_(

@@ -30,6 +30,7 @@ _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 # How the work is cut, measured on an H200: evals/results/notes.md.
 _COPY_ROWS, _COPY_WARPS = 2, 1
 _TURN_ROWS, _TURN_LAYERS, _TURN_WARPS = 8, 4, 4
+_TABLE_ROWS = 8
 _LATENT_COLUMNS = 512
 """The most columns of a latent that are loaded at once."""
 
@@ -133,14 +134,44 @@ def rotate_(
         )
 
 
+def run_table(
+    inv_freq: torch.Tensor, num_rows: int, *, old_start: int, position_delta: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `rope_tables.move_table` of adjacent positions in one launch instead of some fifteen.
+
+    Args:
+        inv_freq: As there.
+        num_rows: Rows of the run.
+        old_start: Position of its first row before the move.
+        position_delta: New minus old position.
+    """
+    cos, sin = torch.empty(2, num_rows, len(inv_freq), device=inv_freq.device)
+    if num_rows:
+        with _current(inv_freq.device):
+            _run_table_kernel[(triton.cdiv(num_rows, _TABLE_ROWS),)](
+                inv_freq,
+                cos,
+                sin,
+                num_rows,
+                old_start,
+                position_delta,
+                HALF=len(inv_freq),
+                BLOCK_HALF=triton.next_power_of_2(len(inv_freq)),
+                BLOCK_ROWS=_TABLE_ROWS,
+                # Two products and their difference, none fused: as `move_table` rounds them.
+                enable_fp_fusion=False,
+            )
+    return cos, sin
+
+
 def warm_up(layers: LayerBuffers, *, is_neox_style: bool) -> None:
     """Compile what later moves in this pool need (with int64 slots), so that none of them waits seconds for it.
 
     Turns row 0 of every layer by nothing at all, which leaves every bit as it is.
     """
     slot = torch.zeros(1, dtype=torch.int64, device=layers.device)
-    cos = torch.ones(1, layers.layout.qk_rope_head_dim // 2, device=layers.device)
-    sin = torch.zeros_like(cos)
+    inv_freq = torch.ones(layers.layout.qk_rope_head_dim // 2, device=layers.device)
+    cos, sin = run_table(inv_freq, 1, old_start=0, position_delta=0)
     copy_rotate_(layers, slot, slot, cos=cos, sin=sin, is_neox_style=is_neox_style)
     rotate_(layers, slot, cos=cos, sin=sin, is_neox_style=is_neox_style)
 
@@ -194,6 +225,33 @@ def _constants(layers: LayerBuffers, is_neox_style: bool) -> dict[str, Any]:
 def _current(device: torch.device) -> AbstractContextManager[object]:
     """Make `device` the one that Triton launches on."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["num_rows", "old_start", "position_delta"]
+)
+def _run_table_kernel(
+    inv_freq_ptr: tl.tensor,  # [HALF]
+    cos_ptr: tl.tensor,  # [num_rows, HALF]
+    sin_ptr: tl.tensor,  # [num_rows, HALF]
+    num_rows: tl.tensor,
+    old_start: tl.tensor,
+    position_delta: tl.tensor,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+) -> None:
+    """Write cosine and sine of BLOCK_ROWS rows."""
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    pairs = tl.arange(0, BLOCK_HALF)[None, :]
+    mask = (rows < num_rows) & (pairs < HALF)
+    inv_freq = tl.load(inv_freq_ptr + pairs, mask=pairs < HALF, other=0.0)
+    old_angles = (old_start + rows).to(tl.float32) * inv_freq
+    new_angles = (old_start + position_delta + rows).to(tl.float32) * inv_freq
+    angles = new_angles.to(tl.float64) - old_angles.to(tl.float64)
+    offsets = rows * HALF + pairs
+    tl.store(cos_ptr + offsets, tl.cos(angles).to(tl.float32), mask=mask)
+    tl.store(sin_ptr + offsets, tl.sin(angles).to(tl.float32), mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

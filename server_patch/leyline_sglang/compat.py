@@ -270,15 +270,27 @@ async def ask_scheduler(manager: Any, request: Any) -> list[Any]:
 # --- the radix cache (scheduler process) ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
 class Path:
-    """A cached prefix: its node in the radix cache and the pool slots of its tokens, int64 `[num_tokens]`."""
+    """A cached prefix: its node in the radix cache and the pool slots of its tokens."""
 
-    node: Any
-    slots: torch.Tensor
+    __slots__ = ("_num_tokens", "_slots", "_tree", "node")
+
+    def __init__(self, tree: Any, node: Any, num_tokens: int) -> None:
+        self.node = node
+        self._tree = tree
+        self._num_tokens = num_tokens
+        self._slots: torch.Tensor | None = None
 
     def __len__(self) -> int:
-        return len(self.slots)
+        return self._num_tokens
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """int64 `[num_tokens]`. Gathered at the first use, before which the path must not leave the tree."""
+        if self._slots is None:
+            slots: torch.Tensor = self._tree.path_device_indices(self.node)[: self._num_tokens]
+            self._slots = slots.to(torch.int64)
+        return self._slots
 
 
 class RadixPort:
@@ -289,18 +301,19 @@ class RadixPort:
         self._allocator = tree.token_to_kv_pool_allocator
 
     @staticmethod
-    def _key(token_ids: array[int], extra_key: str | None, cache_salt: str | None) -> Any:
+    def _key(token_ids: array[int], extra_key: str | None, cache_salt: str | None, limit: int | None = None) -> Any:
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
-        return RadixKey(token_ids, extra_key, cache_salt=cache_salt)
+        return RadixKey(token_ids, extra_key, cache_salt=cache_salt, limit=limit)
 
-    def match(self, token_ids: array[int], extra_key: str | None, cache_salt: str | None) -> Path:
-        """Return the longest cached prefix of `token_ids` in one namespace; splits nodes, locks nothing."""
+    def match(
+        self, token_ids: array[int], extra_key: str | None, cache_salt: str | None, limit: int | None = None
+    ) -> Path:
+        """Return the longest cached prefix of `token_ids[:limit]` in one namespace; splits nodes, locks nothing."""
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
-        found = self._tree.match_prefix(MatchPrefixParams(key=self._key(token_ids, extra_key, cache_salt)))
-        slots = self._tree.path_device_indices(found.last_device_node)[: found.device_prefix_len]
-        return Path(found.last_device_node, slots.to(torch.int64))
+        found = self._tree.match_prefix(MatchPrefixParams(key=self._key(token_ids, extra_key, cache_salt, limit)))
+        return Path(self._tree, found.last_device_node, int(found.device_prefix_len))
 
     def lock(self, path: Path) -> Any:
         """Keep a path from being evicted until `unlock`."""
@@ -347,7 +360,11 @@ class RadixPort:
             result = core.evict_device_leaf(node.node_id, core.is_write_back)
             taken[:0] = result.device_frees.pop(BASE_COMPONENT_TYPE)
             self._tree._apply_cache_actions(result.cache_actions)
-        return torch.cat(taken).to(torch.int64) if taken else path.slots[:0]
+        return torch.cat(taken).to(torch.int64) if taken else self.no_slots()
+
+    def no_slots(self) -> torch.Tensor:
+        """Return a vector of no slots, where the pool is."""
+        return torch.empty(0, dtype=torch.int64, device=self._allocator.device)
 
     def allocate(self, num_slots: int) -> torch.Tensor | None:
         """Return `num_slots` free slots, evicting what nobody holds; None where the pool cannot give them.

@@ -24,7 +24,7 @@ import torch
 from leyline_agent.core.protocol import Reason
 from leyline_sglang import compat
 from leyline_sglang.compat import Path, RadixPort
-from leyline_sglang.io_types import AdmissionReply, AdmissionRequest, CacheReply, CacheRequest, pack
+from leyline_sglang.io_types import AdmissionReply, AdmissionRequest, CacheReply, CacheRequest, unpack
 from leyline_sglang.splice import RefusedError, Stages, Transaction
 
 logger = logging.getLogger(__name__)
@@ -90,15 +90,12 @@ def _choose_namespace(scheduler: Any, req: Any, request: AdmissionRequest, reply
 def _take_steps(scheduler: Any, req: Any, request: AdmissionRequest, siblings: _Siblings) -> AdmissionReply:
     """Take steps from the left until one is refused."""
     total = AdmissionReply()
-    new = pack(req.origin_input_ids)
+    base = unpack(request.base)
+    common = {"extra_key": req.extra_key, "shared_salt": request.shared_salt, "own_salt": request.own_salt}
     parked_from: int | None = None
     for idx, (removed_start, src_start, src_end, dst_start) in enumerate(request.steps):
         move = CacheRequest(
-            base=request.base,
-            new=new,
-            extra_key=req.extra_key,
-            shared_salt=request.shared_salt,
-            own_salt=request.own_salt,
+            **common,
             move=True,
             from_own=request.from_own,
             head_from_own=request.from_own or idx > 0,
@@ -111,19 +108,11 @@ def _take_steps(scheduler: Any, req: Any, request: AdmissionRequest, siblings: _
             in_place=request.in_place,
         )
         reply = CacheReply()
-        Transaction(scheduler, move, siblings).move(reply)
+        Transaction(scheduler, move, siblings, base=base, new=req.origin_input_ids).move(reply)
         _add(total, reply)
         if reply.reason:
             if parked_from is not None:
-                drop = CacheRequest(
-                    base=request.base,
-                    new=new,
-                    extra_key=req.extra_key,
-                    shared_salt=request.shared_salt,
-                    own_salt=request.own_salt,
-                    drop_parked=True,
-                )
-                Transaction(scheduler, drop).run()
+                Transaction(scheduler, CacheRequest(**common, drop_parked=True)).run()
             break
         total.steps_done, parked_from = idx + 1, reply.parked_from
     return total

@@ -20,8 +20,7 @@ from typing import Any, Protocol
 
 import torch
 from leyline_kernels import dispatch
-from leyline_kernels.dispatch import copy_rotate_all_, rotate_all_
-from leyline_kernels.rope_tables import delta_table, move_table
+from leyline_kernels.dispatch import copy_rotate_all_, rotate_all_, run_table
 
 from leyline_agent.core.protocol import Purge, Reason
 from leyline_agent.core.token_ids import common_prefix
@@ -123,15 +122,24 @@ class Fill(Protocol):
 class Transaction:
     """What one message asks for."""
 
-    def __init__(self, scheduler: Any, request: CacheRequest, fill: Fill | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: Any,
+        request: CacheRequest,
+        fill: Fill | None = None,
+        *,
+        base: array[int] | None = None,
+        new: array[int] | None = None,
+    ) -> None:
+        """Read the message; `base` and `new` are what it has packed, where the caller has them unpacked."""
         self._scheduler = scheduler
         self._request = request
         self._fill = fill
         self._stages = Stages()
         self._radix = RadixPort(scheduler.tree_cache)
         self._footprints = footprints_of(scheduler.tree_cache)
-        self._base = unpack(request.base)
-        self._new = unpack(request.new)
+        self._base = unpack(request.base) if base is None else base
+        self._new = unpack(request.new) if new is None else new
 
     def run(self) -> CacheReply:
         """Do it all and look what is cached."""
@@ -179,8 +187,8 @@ class Transaction:
         shared = len(self._match(token_ids, self._request.shared_salt))
         return shared, len(self._match(token_ids, self._request.own_salt)) if self._request.own_salt else 0
 
-    def _match(self, token_ids: array[int], salt: str | None) -> Path:
-        return self._radix.match(token_ids, self._request.extra_key, salt)
+    def _match(self, token_ids: array[int], salt: str | None, limit: int | None = None) -> Path:
+        return self._radix.match(token_ids, self._request.extra_key, salt, limit)
 
     def _salt(self, own: bool) -> str | None:
         return self._request.own_salt if own else self._request.shared_salt
@@ -257,23 +265,23 @@ class Transaction:
             reply.parked_from = request.parked_from
 
         with self._stages("match"):
-            target_ids = self._new[: request.dst_start + request.src_end - request.src_start]
-            target = self._match(target_ids, request.own_salt)
-            if len(target) == len(target_ids):
+            target_end = min(request.dst_start + request.src_end - request.src_start, len(self._new))
+            target = self._match(self._new, request.own_salt, target_end)
+            if len(target) == target_end:
                 # A retry: the rows are there already.
                 return
             # A match splits nodes but leaves slots where they are, so the lists stay right until something is evicted.
             head = target
             if len(target) < request.dst_start and not request.head_from_own:
-                shared = self._match(self._new[: request.dst_start], request.shared_salt)
+                shared = self._match(self._new, request.shared_salt, request.dst_start)
                 head = shared if len(shared) > len(target) else target
             # All that stands left of the run must be in the conversation's namespace already.
             cut = self._cut(offset) if len(head) == len(target) <= request.dst_start else None
+            source_ids = self._base[offset:] if offset else self._base
             if cut:
                 # Splits the node there, so that the end of the source is nodes of its own.
-                self._match(self._base[offset : offset + cut], source_salt)
-            source_end = request.src_end if cut is None else len(self._base)
-            source = self._match(self._base[offset:source_end], source_salt)
+                self._match(source_ids, source_salt, cut)
+            source = self._match(source_ids, source_salt, request.src_end - offset if cut is None else None)
             in_place = cut is not None and self._radix.takeable_from(source) <= cut
         num_kept = min(offset + len(source), request.src_end) - request.src_start
         if num_kept <= 0:
@@ -288,7 +296,7 @@ class Transaction:
             )
         if num_filled and self._fill is not None:
             self._fill.check_room(num_filled)
-        target_ids = target_ids[: request.dst_start + num_kept]
+        target_ids = self._new[: request.dst_start + num_kept]
         matched = min(len(target), len(target_ids))
         if matched == len(target_ids):
             return
@@ -358,7 +366,7 @@ class Transaction:
 
     def _fill_in_place(self, whole: Path, head: Path, num_more: int, num_filled: int) -> torch.Tensor:
         """Have R computed in this batch, if it is missing; return the slots that it needs beyond the removed ones."""
-        slots = whole.slots[:0]
+        slots = self._radix.no_slots()
         if num_filled and self._fill is not None:
             if num_more > 0:
                 locks = [self._radix.lock(path) for path in (whole, head) if len(path)]
@@ -394,7 +402,7 @@ class Transaction:
         if len(filled):
             assert self._fill is not None
             with self._stages("admit"):
-                self._fill.place(filled, self._match(self._new[: self._request.dst_start], self._request.own_salt))
+                self._fill.place(filled, self._match(self._new, self._request.own_salt, self._request.dst_start))
 
     def _copy(
         self,
@@ -456,19 +464,12 @@ def _sum(total: Purge, more: Purge, *, left: bool = True) -> Purge:
 def _copy_rows_(pool: MlaPool, src: torch.Tensor, dst: torch.Tensor, *, old_start: int, new_start: int) -> None:
     """Copy a run of rows of every layer from `src` to `dst` slots and turn them to their new positions, in place."""
     if len(src):
-        table = _table(pool, len(src), old_start, new_start)
+        table = run_table(pool.inv_freq, len(src), old_start=old_start, position_delta=new_start - old_start)
         copy_rotate_all_(pool.layers, src, dst, table, is_neox_style=pool.is_neox_style)
 
 
 def _turn_rows_(pool: MlaPool, slots: torch.Tensor, *, old_start: int, new_start: int) -> None:
     """Turn a run of rows of every layer to their new positions where they stand."""
     if old_start != new_start:
-        table = _table(pool, len(slots), old_start, new_start)
+        table = run_table(pool.inv_freq, len(slots), old_start=old_start, position_delta=new_start - old_start)
         rotate_all_(pool.layers, slots, table, is_neox_style=pool.is_neox_style)
-
-
-def _table(pool: MlaPool, num_rows: int, old_start: int, new_start: int) -> tuple[torch.Tensor, torch.Tensor]:
-    if old_start == new_start:
-        return delta_table(pool.inv_freq, 0)
-    old_positions = torch.arange(old_start, old_start + num_rows, device=pool.inv_freq.device)
-    return move_table(pool.inv_freq, old_positions, new_start - old_start)

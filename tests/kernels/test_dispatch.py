@@ -3,7 +3,7 @@ import sys
 import pytest
 import torch
 from leyline_kernels import reference
-from leyline_kernels.dispatch import backend_of, copy_rotate_all_, rotate_all_, warm_up
+from leyline_kernels.dispatch import backend_of, copy_rotate_all_, rotate_all_, run_table, warm_up
 from leyline_kernels.layer_buffers import LayerBuffers
 from leyline_kernels.layout import MlaLayout
 from leyline_kernels.rope_tables import move_table
@@ -115,3 +115,16 @@ def test_on_cuda_it_is_the_kernel_with_the_references_bits():
     rotate_all_(expected, src, (cos, sin), is_neox_style=False)
     assert len(launched) == 2
     assert all(torch.equal(a.cpu(), b) for a, b in zip(layers.buffers, expected.buffers, strict=True))
+
+
+def test_on_a_cpu_the_table_of_a_run_is_that_of_its_positions():
+    inv_freq = torch.logspace(0, -4, 16)
+    found = run_table(inv_freq, 3, old_start=40_000, position_delta=-1988)
+    expected = move_table(inv_freq, torch.arange(40_000, 40_003), -1988)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_a_run_that_stays_has_one_table_that_turns_nothing():
+    cos, sin = run_table(torch.logspace(0, -4, 16), 3, old_start=40_000, position_delta=0)
+    assert cos.tolist() == [1.0] * 16
+    assert sin.tolist() == [0.0] * 16

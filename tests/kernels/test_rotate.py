@@ -227,6 +227,19 @@ def test_any_number_of_rows_turns_anywhere_however_many_layers_a_program_does(
 
 
 @gpu
+@pytest.mark.parametrize("half", [32, 24])
+@pytest.mark.parametrize("num_rows", [0, 1, 37])
+def test_the_table_of_a_run_is_that_of_its_positions(rotate, half, num_rows):
+    inv_freq = (10_000.0 ** -(torch.arange(half, dtype=torch.float32) / half)).to(DEVICE)
+    positions = torch.arange(50_000, 50_000 + num_rows, device=DEVICE)
+    found = rotate.run_table(inv_freq, num_rows, old_start=50_000, position_delta=-1_988)
+    for table, expected in zip(found, move_table(inv_freq, positions, -1_988), strict=True):
+        # Cosines of float64 may differ in the last bit, which is seldom one of float32.
+        assert torch.allclose(table, expected, rtol=0, atol=6e-8)
+        assert (table != expected).float().mean() < 0.01 if num_rows else len(table) == 0
+
+
+@gpu
 @styles
 def test_slots_may_be_int32(rotate, is_neox_style):
     layout, (src, dst) = LAYOUTS["narrow"], SCATTERED
