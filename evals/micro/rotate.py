@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +36,8 @@ from leyline_kernels.layer_buffers import LayerBuffers
 from leyline_kernels.layout import MlaLayout
 from leyline_kernels.rope_tables import move_table
 
-SHAPES = Path(__file__).parent / "models" / "row_shapes.json"
+from evals.micro.shapes import MODELS, model_config
+
 NUM_SLOTS = (128, 1024, 4096, 16_384, 65_536, 131_072)
 QUICK_SHAPES, QUICK_NUM_SLOTS = ("deepseek-v2-lite",), (1024, 16_384)
 ORDERS = ("scattered", "contiguous")
@@ -61,7 +61,7 @@ class Pool:
     @classmethod
     def of(cls, shape: str, num_slots: int) -> Pool:
         """Allocate and fill."""
-        sizes = json.loads(SHAPES.read_text())[shape]
+        sizes = model_config(shape)
         layout = MlaLayout(sizes["kv_lora_rank"], sizes["qk_rope_head_dim"])
         buffers = [
             torch.randn(num_slots, *layout.row_shape, dtype=torch.bfloat16, device="cuda")
@@ -295,17 +295,17 @@ def measure(
         yield row
 
 
-def about(git: str | None) -> dict[str, Any]:
+def about(git: str | None, command: str = "python -m evals.micro.rotate") -> dict[str, Any]:
     """Return what every row says of the machine and the versions."""
     return {
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": torch.__version__,
         "triton": _version("triton"),
         "sglang": _version("sglang"),
         "python": platform.python_version(),
         "git": git or _output("git", "describe", "--always", "--dirty"),
-        "command": "python -m evals.micro.rotate",
+        "command": command,
     }
 
 
@@ -325,10 +325,9 @@ def _output(*command: str) -> str | None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a row for the ceiling and one for each shape, path, order, number of slots and backend."""
-    shapes = list(json.loads(SHAPES.read_text()))
     parser = argparse.ArgumentParser(prog="python -m evals.micro.rotate", description="Time the rotation kernel.")
     parser.add_argument("--quick", action="store_true", help="one shape and two sizes")
-    parser.add_argument("--shapes", nargs="+", choices=shapes, default=None, help="default: all")
+    parser.add_argument("--shapes", nargs="+", choices=MODELS, default=None, help="default: all")
     parser.add_argument("--runs", type=int, default=20, help="timed runs a row (default: 20)")
     parser.add_argument("--git", help="the commit to write into each row, where there is no repository to ask")
     options = parser.parse_args(arguments)
@@ -336,7 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--runs: percentiles need 2 runs or more, got {options.runs}")
     if not torch.cuda.is_available():
         parser.error("this measures a GPU, and torch finds none (torch.cuda.is_available() is False)")
-    chosen = options.shapes or (QUICK_SHAPES if options.quick else shapes)
+    chosen = options.shapes or (QUICK_SHAPES if options.quick else MODELS)
     sizes = QUICK_NUM_SLOTS if options.quick else NUM_SLOTS
 
     facts = about(options.git)

@@ -1,11 +1,10 @@
-import json
-
 import pytest
 import torch
 from leyline_kernels.layer_buffers import LayerBuffers
 from leyline_kernels.layout import MlaLayout
 
-from evals.micro.rotate import SHAPES, Pool, Rows, assert_right, bytes_of, main, mover, percentiles
+from evals.micro.rotate import Pool, Rows, assert_right, bytes_of, main, mover, percentiles
+from evals.micro.shapes import MODELS, model_config
 
 
 @pytest.fixture
@@ -28,7 +27,7 @@ def test_every_byte_is_counted_once(pool):
 def test_the_shapes_have_the_bytes_that_the_models_publish():
     row_bytes = {
         name: 2 * sizes["num_hidden_layers"] * (sizes["kv_lora_rank"] + sizes["qk_rope_head_dim"])
-        for name, sizes in json.loads(SHAPES.read_text()).items()
+        for name, sizes in ((name, model_config(name)) for name in MODELS)
     }
     assert row_bytes == {
         "deepseek-v2-lite": 31_104,

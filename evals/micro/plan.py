@@ -1,0 +1,153 @@
+"""Time the plan of an edited turn: `python -m evals.micro.plan [--json]`.
+
+From an agent's history and the base's ids to the directives: the policy's edits (`PolicyRun`, going on from the turn
+before), the diff of the base's and the prompt's ids, and the kept runs. Rendering is the tokenizer's time and left out.
+One row for each case and length; 500 messages are 32,000 tokens. In "mostly kept" nine of ten outputs are still there,
+in "all at once" every output but three goes in the turn that is timed. Before a row is timed its directives are applied
+and compared with the prompt. `growth` is the plan's time over that at the shortest length, over how many times longer
+the history is: 1 is linear.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from evals.micro.policy import agent_history
+from leyline_agent.core.diff import diff_token_ids
+from leyline_agent.core.messages import Message
+from leyline_agent.core.plan import apply_directives, make_plan
+from leyline_agent.core.protocol import Directive
+from leyline_agent.policy import Policy, PolicyRun, load_policy, parse_policy, request_points
+
+LENGTHS = (500, 1000, 2000, 5000)
+CASES = ("keep_last_tool_outputs", "mostly kept", "batched", "token_budget", "superseded_file_views", "all at once")
+_ALL_AT_ONCE = """
+version: 1
+when: {{turns: {turns}}}
+keep: {{last: 3}}
+rules: [{{name: r, select: {{role: tool}}, replace: "[cleared]"}}]
+"""
+
+
+def policy_of(case: str, num_turns: int) -> Policy:
+    """Return the policy of a case, for a history of so many turns."""
+    if case == "mostly kept":
+        return load_policy("keep_last_tool_outputs").with_turns(num_turns * 9 // 10)
+    if case == "all at once":
+        return parse_policy(_ALL_AT_ONCE.format(turns=num_turns))
+    return load_policy(case)
+
+
+class _Ids:
+    """Random ids, the same for the same message: for each estimated token one, and four around a message."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, list[int]] = {}
+
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids of a prompt."""
+        token_ids: list[int] = []
+        for message in messages:
+            key = message.digest()
+            if key not in self._known:
+                rng = random.Random(key)
+                size = max(1, len(message.text) // 4 + sum(len(call.arguments) // 4 for call in message.tool_calls))
+                # Messages of a role begin and end alike, as chat templates have them.
+                role = len(message.role)
+                self._known[key] = [1, role, *(rng.randrange(10, 100_000) for _ in range(size)), 2, 3]
+            token_ids += self._known[key]
+        return token_ids
+
+
+def measure(case: str, num_messages: int, *, repeats: int) -> dict[str, Any]:
+    """Return one row."""
+    history = agent_history(num_messages)
+    points = request_points(history)
+    policy = policy_of(case, len(points) - 1)
+    if case == "all at once":
+        # Each time the same turn, by a run that has seen the one before.
+        pairs, fresh = [(points[-2], points[-1])] * min(repeats, 5), True
+    else:
+        pairs, fresh = list(itertools.pairwise(points[-repeats - 1 :])), False
+    ids = _Ids()
+    run = PolicyRun(policy)
+    edit_ms, plan_ms, num_directives, prompt_tokens = [], [], [], 0
+    for earlier, point in pairs:
+        if fresh:
+            run = PolicyRun(policy)
+        base_ids = ids.render([*run.apply(history[:earlier]).messages, history[earlier]])
+        start = time.perf_counter()
+        applied = run.apply(history[:point])
+        edited = time.perf_counter()
+        new_ids = ids.render(applied.messages)
+        began = time.perf_counter()
+        directives = diff_token_ids(base_ids, new_ids)
+        make_plan(directives, base_tokens=len(base_ids))
+        planned = time.perf_counter()
+        _check(base_ids, new_ids, directives)
+        edit_ms.append((edited - start) * 1e3)
+        plan_ms.append((edited - start + planned - began) * 1e3)
+        num_directives.append(len(directives))
+        prompt_tokens = len(new_ids)
+    return {
+        "op": "plan_turn",
+        "case": case,
+        "messages": num_messages,
+        "history_tokens": applied.tokens_before,
+        "prompt_tokens": prompt_tokens,
+        "turns": len(plan_ms),
+        "max_directives": max(num_directives),
+        "edit_ms": _quantiles(edit_ms),
+        "plan_ms": _quantiles(plan_ms),
+        "python": platform.python_version(),
+    }
+
+
+def _check(base_ids: list[int], new_ids: list[int], directives: list[Directive]) -> None:
+    result = apply_directives(base_ids, directives)
+    if result != new_ids[: len(result)]:
+        raise AssertionError("the directives do not lead to the prompt, so they are not timed")
+
+
+def _quantiles(values: list[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(values, n=10, method="inclusive")
+    return {name: round(value, 3) for name, value in (("p20", cuts[1]), ("p50", cuts[4]), ("p80", cuts[7]))}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print a row for each policy and length."""
+    parser = argparse.ArgumentParser(prog="python -m evals.micro.plan", description="Time the plan of an edited turn.")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    parser.add_argument("--repeats", type=int, default=30, help="turns to time (default: 30)")
+    options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    if options.repeats < 2:
+        parser.error(f"--repeats: percentiles need 2 turns or more, got {options.repeats}")
+    for case in CASES:
+        shortest: dict[str, Any] | None = None
+        for num_messages in LENGTHS:
+            row = measure(case, num_messages, repeats=options.repeats)
+            shortest = shortest or row
+            times_longer = num_messages / shortest["messages"]
+            row["growth"] = round(row["plan_ms"]["p50"] / shortest["plan_ms"]["p50"] / times_longer, 3)
+            if options.json:
+                print(json.dumps(row), flush=True)
+            else:
+                print(
+                    f"{case:<24} {num_messages:>5} messages {row['history_tokens']:>8,} tokens, sent "
+                    f"{row['prompt_tokens']:>8,}  edit p50 {row['edit_ms']['p50']:>6.2f} ms  plan p50 "
+                    f"{row['plan_ms']['p50']:>7.2f} ms  growth {row['growth']:.2f}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
