@@ -69,6 +69,8 @@ bench: env ## measure what the README quotes; prints JSON lines
 	@$(BIN)/python -m evals.micro.diff --json
 	@$(BIN)/python -m evals.micro.stream_gap
 	@$(BIN)/python -m evals.micro.splice --json
+	@$(BIN)/python -m evals.micro.policy --json
+	@$(BIN)/python -m evals.micro.plan --json
 
 fmt: env ## format, and fix what the linter can
 	@$(BIN)/ruff format .

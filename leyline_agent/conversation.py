@@ -42,7 +42,7 @@ from leyline_agent.manual_edits import (
     merge_edits,
     message_keys,
 )
-from leyline_agent.policy.engine import policy_edits
+from leyline_agent.policy.engine import PolicyRun
 from leyline_agent.policy.loader import load_policy
 from leyline_agent.policy.schema import Policy
 from leyline_agent.telemetry import Telemetry, Usage, warn_fallback
@@ -96,6 +96,7 @@ class Conversation:
 
     Raises:
         ValueError: the id is too short or guessable, or an option is wrong.
+        PolicyError: the policy cannot be loaded, or compares with a context window that it does not give.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class Conversation:
             raise ValueError(f"unexplained_changes: got {unexplained_changes!r}, expected 'reprefill' or 'amortize'")
         self.id = secrets.token_urlsafe(24) if conversation_id is None else check_conversation_id(conversation_id)
         self.policy = policy if policy is None or isinstance(policy, Policy) else load_policy(policy)
+        self._policy_run = PolicyRun(self.policy) if self.policy else None
         self.telemetry = Telemetry()
         self.last_outcome: Outcome | None = None
         """What the server did with the last answered turn's note, its directives included."""
@@ -212,9 +214,8 @@ class Conversation:
             wanted = dict(self._manual)
             self._seen = messages
             base, rendered, noting, period = self._base, self._base_rendered, self._noting, self._period
-        edits = merge_edits(
-            messages, manual_edits(messages, wanted), policy_edits(self.policy, messages) if self.policy else []
-        )
+        applied = self._policy_run.apply(messages, tools=body.get("tools")) if self._policy_run else None
+        edits = merge_edits(messages, manual_edits(messages, wanted), applied.edits if applied else ())
         sent = apply_edits(messages, edits)
         new_body = {**body, "messages": [message.to_openai() for message in sent]}
         prompt = digest_prompt(messages, edits, body)

@@ -46,7 +46,7 @@ def keep_last_policy(turns: int, trajectory: Trajectory) -> Policy:
         return load_policy("keep_last_tool_outputs").with_turns(turns)
     rule = Rule(
         name="old observations",
-        select=Select(role="user", older_than=Age(turns=turns)),
+        select=Select(role=("user",), older_than=Age(turns=turns)),
         replace="[evicted: {lines} lines]",
     )
     return Policy(version=1, name="keep_last_observations", rules=(rule,))

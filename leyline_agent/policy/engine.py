@@ -1,248 +1,367 @@
-"""Policy and messages to edits. Pure and deterministic; knows nothing of tokens, servers or YAML.
+"""Policy and messages to edits. Pure and deterministic; knows nothing of servers or YAML.
 
-Two rules hold throughout. A call and its results are never parted. And every decision rests on the conversation as
-it happened (ages, pairs, guards), never on what an earlier rule made of it, so that the whole history, given again a
-turn later, yields the same edits again and new ones.
+**An edit once made stays made.** A policy is not applied to the conversation as it is, but replayed over it, request
+by request: at each one every rule sees what the ones before it left, makes its edits, and those stay. So the same
+history, given again a turn later, yields the same edits and new ones, whatever triggers say by then.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from leyline_agent.core.edits import Edit
 from leyline_agent.core.messages import Message
 from leyline_agent.core.protocol import Mode
-from leyline_agent.policy.schema import Keep, Policy, Rule
-from leyline_agent.policy.stub import count_lines, is_stub, parse_stub, render_stub, shorten_args
-from leyline_agent.policy.turns import Call, Shape, num_chars, read_shape
+from leyline_agent.errors import PolicyError
+from leyline_agent.policy.actions import carry_out
+from leyline_agent.policy.candidates import RuleState
+from leyline_agent.policy.counting import EstimatedTokens, TokenCounter
+from leyline_agent.policy.history import History, Item, Run
+from leyline_agent.policy.prose import describe_selection
+from leyline_agent.policy.report import Applied, Idle, Made, WhyIdle
+from leyline_agent.policy.schema import Action, Policy
+from leyline_agent.policy.triggers import explain_trigger, fires, needs_context_window
+from leyline_agent.policy.work import Work
+
+_NO_GAIN: dict[Action, str] = {
+    "drop": "none can go: calls wait for results, or some of their results are kept",
+    "truncate": "cutting them saves nothing",
+    "clear_arguments": "they have no arguments to clear",
+    "drop_reasoning": "they have no reasoning",
+    "redact": "the pattern is not found in them",
+}
+
+_WITHIN_ITEMS: frozenset[Action] = frozenset({"replace", "truncate", "drop_reasoning", "redact"})
+"""Actions that change only what was selected, so that they cannot reclaim more than is in it."""
+
+Tools = Sequence[Mapping[str, Any]] | None
 
 
-def policy_edits(policy: Policy, messages: Sequence[Message]) -> list[Edit]:
-    """Return the edits that a policy makes of a message list, for `apply_edits`.
+def policy_edits(
+    policy: Policy,
+    messages: Sequence[Message],
+    *,
+    tools: Tools = None,
+    counter: TokenCounter | None = None,
+    context_window: int | None = None,
+) -> list[Edit]:
+    """Return the edits that a policy makes of a message list, for `apply_edits`. See `apply_policy`."""
+    applied = apply_policy(policy, messages, tools=tools, counter=counter, context_window=context_window)
+    return list(applied.edits)
 
-    Give it the whole history as it happened, not one that was edited before: ages and `{lines}` are counted in it.
-    The edits are sorted and disjoint, refer to `messages` as given, and leave it untouched.
+
+def apply_policy(
+    policy: Policy,
+    messages: Sequence[Message],
+    *,
+    tools: Tools = None,
+    counter: TokenCounter | None = None,
+    context_window: int | None = None,
+) -> Applied:
+    """Apply a policy to a message list, which is left as it is.
+
+    Give it the whole history as it happened, not one that was edited before: ages, batches and `{lines}` are counted
+    in it.
+
+    Args:
+        policy: what to do.
+        messages: the whole history.
+        tools: schemas of the tools, which count in the size of the prompt.
+        counter: counts tokens; by default an estimate.
+        context_window: tokens that the model can take, instead of the policy's `context_window`.
+
+    Raises:
+        PolicyError: a rule compares with the context window and nobody says how large it is, or selects by a function
+            that is not allowed.
     """
-    draft = _Draft(messages, policy.keep)
-    for idx, rule in enumerate(policy.rules):
-        selected = draft.select(rule)
-        if rule.replace is not None:
-            # A later rule's stub is this rule's text too: it replaced ours, and ours must not come back.
-            draft.replace(rule, selected, [later.replace for later in policy.rules[idx:] if later.replace is not None])
-        elif rule.collapse is not None:
-            draft.collapse(rule, rule.collapse, selected)
-        elif rule.select.role == "tool":
-            draft.drop_results(rule, selected)
-        else:
-            draft.drop_messages(rule, selected)
-    return draft.edits()
+    return PolicyRun(policy, counter=counter, context_window=context_window).apply(messages, tools=tools)
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Consecutive turns `[start, end)` that became one stub."""
+def request_points(messages: Sequence[Message]) -> list[int]:
+    """Return the lengths of the prefixes that were sent as requests: each that an assistant message follows.
 
-    end: int
-    stub: Message
-    mode: Mode
-    rule: str
+    And the whole list, unless it ends with an answer.
+    """
+    points = [idx for idx, message in enumerate(messages) if idx and message.role == "assistant"]
+    if messages and messages[-1].role != "assistant":
+        points.append(len(messages))
+    return points
 
 
-class _Draft:
-    """A message list while rules go over it. Indices stay those of the original list."""
+class PolicyRun:
+    """A policy that is applied to one conversation turn after turn. Any number of threads may use it.
 
-    def __init__(self, messages: Sequence[Message], keep: Keep) -> None:
-        self._original = messages
-        self._current: list[Message | None] = list(messages)
-        """What is left of each message; None where it is gone, into a run too."""
-        self._touched: dict[int, tuple[Mode, str]] = {}
-        self._runs: dict[int, _Run] = {}
-        self._shape = read_shape(messages)
-        self._gone_calls: set[Call] = set()
-        self._protected = _protected(messages, self._shape, keep)
+    A list that goes on from the one before costs what is new in it; any other is replayed from its beginning. The
+    result is always that of `apply_policy`.
 
-    def select(self, rule: Rule) -> list[int]:
-        """Return the indices of what is left, matches the rule and is not protected."""
-        return [idx for idx, message in enumerate(self._current) if message and self._matches(rule, idx, message)]
+    Raises:
+        PolicyError: as `apply_policy`.
+    """
 
-    def replace(self, rule: Rule, selected: Iterable[int], stubs: Sequence[str]) -> None:
-        """Put a stub in the place of each content. `stubs` are the templates whose text is left alone, ours first."""
-        for idx in selected:
-            message = self._current[idx]
-            assert message is not None
-            values = self._stub_values(idx)
-            stub = render_stub(stubs[0], values)
-            text = message.text
-            # A short secret goes like a long one: that a stub saves nothing counts only where saving is the point.
-            worthwhile = len(stub) < len(text) or (rule.mode is Mode.FORGET and text)
-            if not worthwhile and not _has_other_parts(message):
-                continue
-            if any(is_stub(template, values, text) for template in stubs if _fits(template, values)):
-                continue
-            self._put(idx, message.with_text(stub), rule)
+    def __init__(
+        self, policy: Policy, *, counter: TokenCounter | None = None, context_window: int | None = None
+    ) -> None:
+        self.policy = policy
+        self._counter = counter or EstimatedTokens()
+        self._context_window = context_window or policy.context_window
+        for rule in policy.rules:
+            if self._context_window is None and needs_context_window(policy.when_of(rule)):
+                raise PolicyError(
+                    f"rule {rule.name!r} fires at a share of the context window, and its size is not known; add "
+                    "'context_window: 128000' to the policy, or give context_window"
+                )
+        self._lock = threading.Lock()
+        self._seen: list[Mapping[str, Any]] = []
+        self._tools: Tools = None
+        self._replay = _Replay(policy, self._counter, self._context_window, None)
+        self._applied: Applied | None = None
 
-    def drop_messages(self, rule: Rule, selected: Iterable[int]) -> None:
-        """Drop user or assistant messages, the latter with the results of their calls."""
-        age = _turns(rule)
-        for idx in selected:
-            calls = self._calls_left(idx)
-            results = [result for call in calls for result in call.result_idxs]
-            if any(not call.result_idxs for call in calls):
-                continue
-            if any(result in self._protected or self._shape.ages[result] < age for result in results):
-                continue
-            self._gone_calls.update(calls)
-            for gone in (idx, *results):
-                self._put(gone, None, rule)
+    def apply(self, messages: Sequence[Message], *, tools: Tools = None) -> Applied:
+        """Apply the policy to a message list: the whole history as it happened."""
+        with self._lock:
+            # Dicts compare much faster than messages, and a message is its dict.
+            given = [message.raw for message in messages]
+            if self._applied is not None and given == self._seen and tools == self._tools:
+                return self._applied
+            if not self._goes_on(given, tools):
+                self._replay = _Replay(self.policy, self._counter, self._context_window, tools)
+                self._seen, self._tools = [], tools
+            try:
+                self._replay.extend(messages[len(self._seen) :])
+            except BaseException:
+                # Half of a turn is in the replay: the next call starts anew.
+                self._replay = _Replay(self.policy, self._counter, self._context_window, tools)
+                self._seen, self._applied = [], None
+                raise
+            self._seen = given
+            self._applied = self._replay.applied(messages)
+            return self._applied
 
-    def drop_results(self, rule: Rule, selected: Sequence[int]) -> None:
-        """Drop tool outputs with their calls; an assistant message goes when neither call nor text is left."""
-        chosen = set(selected)
-        going: dict[int, set[Call]] = defaultdict(set)
-        for idx in selected:
-            call = self._shape.call_of.get(idx)
-            if call is None:
-                self._put(idx, None, rule)
-            elif chosen.issuperset(call.result_idxs):
-                self._put(idx, None, rule)
-                going[call.message_idx].add(call)
-        for message_idx, calls in going.items():
-            message = self._current[message_idx]
-            assert message is not None
-            left = self._calls_left(message_idx)
-            self._gone_calls |= calls
-            kept_idxs = [idx for idx, call in enumerate(left) if call not in calls]
-            if kept_idxs:
-                self._put(message_idx, _with_calls(message, kept_idxs), rule)
-            elif message.text.strip():
-                self._put(message_idx, message.without_tool_calls(), rule)
-            else:
-                self._put(message_idx, None, rule)
+    def _goes_on(self, given: list[Mapping[str, Any]], tools: Tools) -> bool:
+        """Tell whether a list is the last one and then an answer: only then was the last one a request of its own."""
+        num_seen = len(self._seen)
+        return (
+            num_seen < len(given)
+            and given[num_seen].get("role") == "assistant"
+            and tools == self._tools
+            and given[:num_seen] == self._seen
+        )
 
-    def collapse(self, rule: Rule, template: str, selected: Sequence[int]) -> None:
-        """Put one stub in the place of each stretch of consecutive turns whose results are all selected."""
-        chosen = set(selected)
-        stretch: list[tuple[int, int]] = []
-        for start in sorted(self._shape.calls):
-            end = self._tool_turn_end(start, chosen)
-            if end is None:
-                continue
-            if stretch and not self._is_gap(stretch[-1][1], start):
-                self._put_run(rule, template, stretch)
-                stretch = []
-            stretch.append((start, end))
-        if stretch:
-            self._put_run(rule, template, stretch)
 
-    def edits(self) -> list[Edit]:
-        """Return what was done, as edits of the original list."""
-        edits: list[Edit] = []
-        at = 0
-        for idx in range(len(self._original)):
-            if idx < at:
-                continue
-            run = self._runs.get(idx)
-            if run is not None:
-                edits.append(Edit(idx, run.end, (run.stub,), run.mode, run.rule))
-                at = run.end
-            elif idx in self._touched:
-                mode, name = self._touched[idx]
-                message = self._current[idx]
-                edits.append(Edit(idx, idx + 1, () if message is None else (message,), mode, name))
-        return edits
+class _Replay:
+    """What has become of a conversation so far."""
 
-    def _matches(self, rule: Rule, idx: int, message: Message) -> bool:
-        select = rule.select
-        if message.role != select.role or idx in self._protected or self._shape.ages[idx] < _turns(rule):
-            return False
-        if idx in self._shape.opening and not select.opening:
-            return False
-        return select.tool is None or any(fnmatchcase(self._tool_name(idx), glob) for glob in select.tool)
+    def __init__(self, policy: Policy, counter: TokenCounter, context_window: int | None, tools: Tools) -> None:
+        self._policy = policy
+        self._context_window = context_window
+        self._states = [RuleState.of(policy, idx) for idx in range(len(policy.rules))]
+        self._selections = [describe_selection(rule.select) for rule in policy.rules]
+        self._runs: list[list[Run]] = [[] for _ in policy.rules]
+        self._stubs = [
+            [later.replace for later in policy.rules[idx:] if later.replace is not None]
+            for idx in range(len(policy.rules))
+        ]
+        self._history = History(counter, rereads=any(state.keep.rereads for state in self._states))
+        tools_tokens = counter.count_tools(tools) if tools else 0
+        self._history.tokens += tools_tokens
+        self._history.tokens_before += tools_tokens
+        self._edits: dict[int, Edit] = {}
+        self._made: list[Made] = []
+        self._num_made_before = 0
+        self._idle: list[tuple[str, WhyIdle, str]] = []
+        self._last_request = 0
 
-    def _tool_name(self, idx: int) -> str:
-        call = self._shape.call_of.get(idx)
-        return (call.name if call else "") or self._original[idx].name or "tool"
+    def extend(self, messages: Sequence[Message]) -> None:
+        """Take further messages, and make the edits of each request that was sent among them."""
+        for message in messages:
+            if message.role == "assistant":
+                self._request()
+            slot = self._history.append(message)
+            for item in slot.items:
+                if item.call is not None and item.call.gone_by is not None:
+                    self._follow(item, *item.call.gone_by)
+                for state in self._states:
+                    state.arrive(item)
+        self._request()
 
-    def _stub_values(self, idx: int) -> dict[str, str]:
-        values = {"lines": str(count_lines(self._original[idx].text))}
-        if self._original[idx].role == "tool":
-            call = self._shape.call_of.get(idx)
-            values |= {"tool": self._tool_name(idx), "args": shorten_args(call.arguments if call else "")}
-        return values
+    def applied(self, messages: Sequence[Message]) -> Applied:
+        """Return what has come of it."""
+        edits = tuple([self._edits[idx] for idx in sorted(self._edits)])
+        history = self._history
+        return Applied(
+            turn=history.num_turns,
+            original=tuple(messages),
+            edits=edits,
+            made=tuple(self._made),
+            new=tuple(self._made[self._num_made_before :]),
+            idle=tuple(Idle(*row) for row in self._idle),
+            tokens_before=history.tokens_before,
+            tokens_after=history.tokens,
+            counted=history.counter.name,
+        )
 
-    def _calls_left(self, idx: int) -> list[Call]:
-        return [call for call in self._shape.calls.get(idx, ()) if call not in self._gone_calls]
-
-    def _tool_turn_end(self, start: int, chosen: set[int]) -> int | None:
-        """Where a turn ends, if it is an assistant message with results that are all chosen and nothing else."""
-        calls = self._calls_left(start)
-        if self._current[start] is None or not calls or any(not call.result_idxs for call in calls):
-            return None
-        results = {result for call in calls for result in call.result_idxs}
-        end = max(results) + 1
-        others = [idx for idx in range(start + 1, end) if idx not in results]
-        if not results <= chosen or not all(self._is_gap(idx, idx + 1) for idx in others):
-            return None
-        return end
-
-    def _is_gap(self, start: int, end: int) -> bool:
-        """Tell whether nothing is left of `[start, end)`, so that its neighbours are consecutive."""
-        return all(self._current[idx] is None and idx not in self._runs for idx in range(start, end))
-
-    def _put(self, idx: int, message: Message | None, rule: Rule) -> None:
-        self._touched[idx] = (_stronger(rule.mode, self._touched.get(idx)), rule.name)
-        self._current[idx] = message
-
-    def _put_run(self, rule: Rule, template: str, stretch: Sequence[tuple[int, int]]) -> None:
-        start, end = stretch[0][0], stretch[-1][1]
-        taken = [idx for idx in range(start, end) if self._current[idx] is not None]
-        lines = sum(count_lines(self._original[idx].text) for idx in taken if self._original[idx].role == "tool")
-        stub = render_stub(template, {"turns": str(len(stretch)), "lines": str(lines)})
-        if rule.mode is not Mode.FORGET and len(stub) >= sum(num_chars(self._original[idx]) for idx in taken):
+    def _request(self) -> None:
+        """Let every rule make its edits, if anything came since the last request."""
+        if len(self._history.slots) == self._last_request:
             return
-        mode = rule.mode
-        for idx in range(start, end):
-            mode = _stronger(mode, self._touched.get(idx))
-            self._current[idx] = None
-        # A user message: an assistant message would be the model's own words, which it goes on to imitate, a system
-        # message is only allowed first in many chat templates, and a tool message needs a call.
-        self._runs[start] = _Run(end, Message.from_openai({"role": "user", "content": stub}), mode, rule.name)
+        self._last_request = len(self._history.slots)
+        self._num_made_before = self._num_made_at_request()
+        self._idle = []
+        for state in self._states:
+            reason = self._edit(state)
+            if reason is not None:
+                self._idle.append((state.rule.name, *reason))
+
+    def _num_made_at_request(self) -> int:
+        """Count the edits made before this request; results that followed a call away came with it."""
+        num_made = len(self._made)
+        while num_made and self._made[num_made - 1].turn == self._history.num_turns:
+            num_made -= 1
+        return num_made
+
+    def _edit(self, state: RuleState) -> tuple[WhyIdle, str] | None:
+        """Let one rule make its edits; return why it made none."""
+        history = self._history
+        if state.when is not None and not fires(state.when, history, self._context_window):
+            return "trigger", f"trigger not met: {explain_trigger(state.when, history, self._context_window)}"
+        candidates, kept = state.candidates(history)
+        if not candidates:
+            if kept:
+                return "kept", f"what it selects is kept: {kept}"
+            return "nothing_selected", "nothing in the conversation is selected that was not edited before"
+        gate = state.keep.min_reclaim_tokens
+        if gate is not None and state.rule.action in _WITHIN_ITEMS:
+            # Cheaper than to try, and mostly so: what is there does not suffice.
+            most = sum(history.item_tokens(item) for item in candidates)
+            if most < gate:
+                return "below_min_reclaim", f"would reclaim less than {most:,} of {gate:,} tokens"
+        runs = list(self._runs[state.idx])
+        work = Work(state, history, self._stubs[state.idx], runs)
+        fired = "" if state.when is None else f"; fired: {explain_trigger(state.when, history, self._context_window)}"
+        carry_out(work, candidates)
+        if not work.units and not work.collapsed:
+            state.dismiss(work.done)
+            return (
+                "no_gain",
+                f"{len(candidates)} selected, and {_NO_GAIN.get(state.rule.action, 'a stub saves nothing')}",
+            )
+        if gate is not None and work.reclaimed_tokens < gate:
+            reclaimed = work.reclaimed_tokens
+            history.take_back()
+            return "below_min_reclaim", f"would reclaim {reclaimed:,} of {gate:,} tokens"
+        history.settle()
+        state.dismiss(work.done)
+        self._runs[state.idx] = runs
+        self._record(work, fired)
+        return None
+
+    def _record(self, work: Work, fired: str) -> None:
+        """Take down what a rule did, and how each message that it touched stands now."""
+        history, rule = self._history, work.rule
+        selection = self._selections[work.state.idx]
+        for item, idxs in _merged(work.units):
+            slots = [history.slots[idx] for idx in idxs]
+            earlier = [work.before[idx] for idx in idxs]
+            self._made.append(
+                Made(
+                    rule=rule.name,
+                    action=rule.action,
+                    mode=rule.mode,
+                    turn=history.num_turns,
+                    message_idxs=tuple(idxs),
+                    before=tuple(message for message, _ in earlier if message is not None),
+                    after=tuple(slot.current for slot in slots if slot.current is not None),
+                    tokens_before=sum(tokens for _, tokens in earlier),
+                    tokens_after=sum(slot.tokens for slot in slots),
+                    reason=f"{_describe(item, history)} (rule: {selection}){fired}",
+                )
+            )
+        for item, run, taken, (stubs, stub_tokens) in work.collapsed:
+            earlier = [work.before[idx] for idx in taken]
+            self._made.append(
+                Made(
+                    rule=rule.name,
+                    action=rule.action,
+                    mode=rule.mode,
+                    turn=history.num_turns,
+                    message_idxs=tuple(range(run.start, run.end)),
+                    before=(*stubs, *(message for message, _ in earlier if message is not None)),
+                    after=(run.stub,),
+                    tokens_before=stub_tokens + sum(tokens for _, tokens in earlier),
+                    tokens_after=run.tokens,
+                    reason=f"{_describe(item, history)} (rule: {selection}){fired}",
+                )
+            )
+        for idx in work.before:
+            self._note(idx)
+        for _, run, _, _ in work.collapsed:
+            # A run that went into another one began somewhere else.
+            for edit in [edit for edit in self._edits.values() if run.start < edit.start < run.end]:
+                del self._edits[edit.start]
+
+    def _note(self, idx: int) -> None:
+        """Bring the edit of a message up to date."""
+        slot = self._history.slots[idx]
+        run = slot.run
+        if run is not None:
+            self._edits.pop(idx, None)
+            self._edits[run.start] = Edit(run.start, run.end, (run.stub,), run.mode, run.rule)
+        elif slot.mode is not None:
+            left = () if slot.current is None else (slot.current,)
+            self._edits[idx] = Edit(idx, idx + 1, left, slot.mode, slot.rule)
+
+    def _follow(self, item: Item, rule: str, action: Action, mode: Mode) -> None:
+        """Take a result away whose call is gone: it came late, and would be left over."""
+        history = self._history
+        slot = history.slots[item.message_idx]
+        before, tokens = slot.current, slot.tokens
+        history.write(item, None)
+        history.put(slot, "mode", mode)
+        history.put(slot, "rule", rule)
+        history.settle()
+        self._made.append(
+            Made(
+                rule=rule,
+                action=action,
+                mode=mode,
+                turn=history.num_turns,
+                message_idxs=(item.message_idx,),
+                before=() if before is None else (before,),
+                after=() if slot.current is None else (slot.current,),
+                tokens_before=tokens,
+                tokens_after=slot.tokens,
+                reason=f"{_describe(item, history)}; its call is gone already, and a result does not stay without it",
+            )
+        )
+        self._note(item.message_idx)
 
 
-def _protected(messages: Sequence[Message], shape: Shape, keep: Keep) -> frozenset[int]:
-    if not keep.last:
-        return frozenset()
-    outputs = [idx for idx, message in enumerate(messages) if message.role == "tool"]
-    observations = [idx for idx, message in enumerate(messages) if message.role == "user" and idx not in shape.opening]
-    return frozenset(outputs[-keep.last :] + observations[-keep.last :])
+def _merged(units: Sequence[tuple[Item, list[int]]]) -> list[tuple[Item, list[int]]]:
+    """Join edits that touched the same message, such as the calls of one assistant message."""
+    merged: list[tuple[Item, list[int]]] = []
+    owner: dict[int, int] = {}
+    for item, idxs in units:
+        at = next((owner[idx] for idx in idxs if idx in owner), None)
+        if at is None:
+            at = len(merged)
+            merged.append((item, list(idxs)))
+        else:
+            merged[at] = (merged[at][0], sorted({*merged[at][1], *idxs}))
+        owner |= dict.fromkeys(idxs, at)
+    return merged
 
 
-def _turns(rule: Rule) -> int:
-    return 0 if rule.select.older_than is None else rule.select.older_than.turns
-
-
-def _stronger(mode: Mode, earlier: tuple[Mode, str] | None) -> Mode:
-    """Let what an earlier rule forgets stay forgotten when a later one edits the same message."""
-    return Mode.FORGET if earlier is not None and earlier[0] is Mode.FORGET else mode
-
-
-def _fits(template: str, values: dict[str, str]) -> bool:
-    """Tell whether a template needs nothing but these values; another rule's may be about another role."""
-    return all(field is None or field in values for _, field in parse_stub(template))
-
-
-def _has_other_parts(message: Message) -> bool:
-    """Tell whether a content has parts that are no text, such as an image: it is longer than its text says."""
-    content = message.raw.get("content")
-    if not isinstance(content, Sequence) or isinstance(content, str):
-        return False
-    return any(not isinstance(part, str) and part.get("type") != "text" for part in content)
-
-
-def _with_calls(message: Message, kept_idxs: Sequence[int]) -> Message:
-    raw = message.to_openai()
-    raw["tool_calls"] = [raw["tool_calls"][idx] for idx in kept_idxs]
-    return Message.from_openai(raw)
+def _describe(item: Item, history: History) -> str:
+    """Say what a message is and how old, for people."""
+    nouns = {
+        "tool": "tool output",
+        "user": "user message",
+        "assistant": "assistant message",
+        "system": "system message",
+    }
+    noun = nouns.get(item.role, f"{item.role} message")
+    age = history.num_turns - item.turn
+    of_tool = f" of {item.tool}" if item.role == "tool" else ""
+    return f"{noun}{of_tool}, {age} turn{'' if age == 1 else 's'} old"

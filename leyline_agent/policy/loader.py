@@ -1,10 +1,11 @@
-"""YAML to `Policy`. Every mistake is a `PolicyError` with file, line, column and key, and a suggestion."""
+"""YAML to `Policy`. Every mistake is a `PolicyError` with file, line, column, key and the line itself."""
 
 from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,27 +13,35 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from leyline_agent.errors import PolicyError
+from leyline_agent.policy.library import shipped_folder, shipped_policies
 from leyline_agent.policy.marks import Document, key_path
-from leyline_agent.policy.schema import Policy
+from leyline_agent.policy.schema import Detector, Policy
 
 MAX_POLICY_BYTES = 1 << 20
 """A policy file is a page of text; anything above this is another file given by mistake."""
 
 _EXPECTED = {
     "int_type": "a whole number",
+    "float_type": "a number",
     "string_type": "text",
     "bool_type": "true or false",
     "tuple_type": "a list",
     "string_too_short": "text that is not empty",
+    "string_pattern_mismatch": "'package.module:function'",
     "too_short": "at least one entry",
 }
+_SCALAR_KINDS = frozenset({"int_type", "float_type", "policy"})
 
 
-def load_policy(path_or_name: str | os.PathLike[str]) -> Policy:
+def load_policy(path_or_name: str | os.PathLike[str], *, allow_python: Collection[str] = ()) -> Policy:
     """Load a policy from a file, or a shipped one by its name.
 
     Text without a slash and without `.yaml` or `.yml` is a name, unless no such policy is shipped and such a file
     exists.
+
+    Args:
+        path_or_name: where it is.
+        allow_python: functions, as `package.module:function`, that rules may select by. They are imported.
 
     Raises:
         PolicyError: no such file or name, it cannot be read, or it is wrong.
@@ -53,11 +62,11 @@ def load_policy(path_or_name: str | os.PathLike[str]) -> Policy:
             file=file,
             line=before.count(b"\n") + 1,
         ) from error
-    return parse_policy(text, file=file)
+    return parse_policy(text, file=file, allow_python=allow_python)
 
 
-def parse_policy(text: str, *, file: str = "<string>") -> Policy:
-    """Read a policy from YAML text; `file` is what errors call it.
+def parse_policy(text: str, *, file: str = "<string>", allow_python: Collection[str] = ()) -> Policy:
+    """Read a policy from YAML text; `file` is what errors call it. See `load_policy`.
 
     Raises:
         PolicyError: it is no YAML, or says something that a policy cannot mean.
@@ -68,40 +77,22 @@ def parse_policy(text: str, *, file: str = "<string>") -> Policy:
     if document.value is None:
         raise PolicyError("it is empty, expected at least 'version: 1' and 'rules: []'", file=file, line=1, column=1)
     if not isinstance(document.value, dict):
-        place = document.place(())
-        raise PolicyError(
-            f"got {_shown(document.value)}, expected a mapping that starts with 'version: 1'",
-            file=file,
-            line=place.line if place else None,
-            column=place.column if place else None,
+        raise document.error(
+            f"got {_shown(document.value)}, expected a mapping that starts with 'version: 1'", document.place(())
         )
     try:
-        return Policy.model_validate(document.value)
+        policy = Policy.model_validate(document.value)
     except ValidationError as error:
-        found = error.errors(include_url=False)
-        # A misspelt key is also missing under its right name; the misspelling is what to say.
-        found = [details for details in found if details["type"] != "missing"] or found
-        mistakes = [_policy_error(details, document, file) for details in found]
+        mistakes = [_policy_error(details, path, document) for details, path in _worth_saying(error, document)]
         raise min(mistakes, key=lambda mistake: (mistake.line or 0, mistake.column or 0)) from error
-
-
-def shipped_policies() -> tuple[str, ...]:
-    """Names of the policies that come with the package."""
-    return tuple(sorted(path.stem for path in _shipped_folder().glob("*.yaml")))
-
-
-def _shipped_folder() -> Path:
-    """`policies/`: inside the package in a wheel, beside it in a checkout."""
-    package = Path(__file__).parent.parent
-    installed = package / "policies"
-    return installed if installed.is_dir() else package.parent / "policies"
+    return _with_detectors(policy, document, allow_python)
 
 
 def _find(path_or_name: str | os.PathLike[str]) -> Path:
     path = Path(path_or_name)
     is_name = isinstance(path_or_name, str) and path.name == path_or_name and path.suffix not in (".yaml", ".yml")
     if is_name and path_or_name in shipped_policies():
-        return _shipped_folder() / f"{path_or_name}.yaml"
+        return shipped_folder() / f"{path_or_name}.yaml"
     if path.is_dir():
         raise PolicyError(f"is a folder, expected a YAML file in it{_shipped_hint()}", file=str(path))
     if not path.exists():
@@ -115,19 +106,88 @@ def _shipped_hint() -> str:
     return f" (shipped: {', '.join(shipped_policies())})"
 
 
-def _policy_error(details: ErrorDetails, document: Document, file: str) -> PolicyError:
+def _with_detectors(policy: Policy, document: Document, allowed: Collection[str]) -> Policy:
+    detectors: dict[str, Detector] = {}
+    for idx, rule in enumerate(policy.rules):
+        name = rule.select.python
+        if name is None:
+            continue
+        path = ("rules", idx, "select", "python")
+        if name not in allowed:
+            raise document.error(
+                f"got {name!r}, which nobody has allowed to run{_near(name, list(allowed))}; who loads the policy may "
+                f"allow it by this name: allow_python=[{name!r}]",
+                document.place(path),
+                key_path(path),
+            )
+        module, _, function = name.partition(":")
+        try:
+            found = getattr(import_module(module), function)
+        except (ImportError, AttributeError) as error:
+            raise document.error(
+                f"got {name!r}, which cannot be imported: {error}", document.place(path), key_path(path)
+            ) from error
+        if not callable(found):
+            raise document.error(
+                f"got {name!r}, which is {found!r:.60}, expected a function", document.place(path), key_path(path)
+            )
+        detectors[name] = found
+    return policy.with_detectors(detectors) if detectors else policy
+
+
+def _worth_saying(error: ValidationError, document: Document) -> list[tuple[ErrorDetails, tuple[int | str, ...]]]:
+    """Return the mistakes with their paths in the document, less what only follows from another."""
+    found = [
+        (details, _path_in(document.value, details["loc"], details["type"]))
+        for details in error.errors(include_url=False)
+    ]
+    # A misspelt key is also missing under its right name; the misspelling is what to say.
+    found = [(details, path) for details, path in found if details["type"] != "missing"] or found
+    # Where a value may be a number or a mapping, both forms complain; the one that was not meant says nothing.
+    return [
+        (details, path)
+        for details, path in found
+        if not any(_is_other_form(details, path, other, at) for other, at in found if other is not details)
+    ]
+
+
+def _is_other_form(
+    details: ErrorDetails, path: tuple[int | str, ...], other: ErrorDetails, at: tuple[int | str, ...]
+) -> bool:
+    """Tell whether a mistake is about a form that was not meant, since `other` is about the one that was."""
+    if details["type"] == "model_type":
+        return other["type"] != "model_type" and at == path
+    if not _is_of_scalar(details) or at[: len(path)] != path:
+        return False
+    # Of two forms of a number the one that takes more is said.
+    is_wider = details["type"] == "int_type" and other["type"] == "float_type"
+    return is_wider or (isinstance(details["input"], dict) and not _is_of_scalar(other))
+
+
+def _is_of_scalar(details: ErrorDetails) -> bool:
+    return details["type"] in _SCALAR_KINDS and not details.get("ctx", {}).get("path")
+
+
+def _path_in(value: Any, loc: tuple[int | str, ...], kind: str) -> tuple[int | str, ...]:
+    """Leave out of pydantic's path what is no part of the document: names of forms, places in a list of one."""
+    path: list[int | str] = []
+    for number, part in enumerate(loc):
+        is_place = isinstance(value, list) and isinstance(part, int) and part < len(value)
+        if is_place or (isinstance(value, dict) and part in value):
+            value = value[part]
+        elif kind != "missing" or number < len(loc) - 1:
+            continue
+        path.append(part)
+    return tuple(path)
+
+
+def _policy_error(details: ErrorDetails, loc: tuple[int | str, ...], document: Document) -> PolicyError:
     kind = details["type"]
     context: dict[str, Any] = details.get("ctx", {})
-    path: tuple[int | str, ...] = details["loc"] + tuple(context.get("path", ()))
+    path = loc + tuple(context.get("path", ()))
     is_key_wrong = kind == "extra_forbidden" or bool(context.get("path"))
     place = document.key_place(path) if is_key_wrong else document.place(path)
-    return PolicyError(
-        _message(kind, context, details, path),
-        file=file,
-        line=place.line if place else None,
-        column=place.column if place else None,
-        key=key_path(path),
-    )
+    return document.error(_message(kind, context, details, path), place, key_path(path))
 
 
 def _message(kind: str, context: dict[str, Any], details: ErrorDetails, path: tuple[int | str, ...]) -> str:
@@ -147,6 +207,8 @@ def _message(kind: str, context: dict[str, Any], details: ErrorDetails, path: tu
         return f"got {got}, expected a mapping with the keys {', '.join(_known_keys(path))}"
     if kind == "greater_than_equal":
         return f"got {got}, expected {context['ge']} or more"
+    if kind in ("greater_than", "less_than_equal"):
+        return f"got {got}, expected a share above 0 and up to 1, such as 0.7"
     expected = _EXPECTED.get(kind)
     return f"got {got}, expected {expected}" if expected else f"got {got}: {details['msg']}"
 
@@ -161,7 +223,7 @@ def _known_keys(path: tuple[int | str, ...]) -> list[str]:
     for part in path:
         if isinstance(part, str):
             model = next(_models(model.model_fields[part].annotation))
-    return list(model.model_fields)
+    return [field.alias or name for name, field in model.model_fields.items()]
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:

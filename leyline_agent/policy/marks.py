@@ -17,6 +17,9 @@ from leyline_agent.errors import PolicyError
 MAX_DEPTH = 32
 """Nesting of lists and mappings. A policy needs about six; PyYAML recurses, so thousands would end in a crash."""
 
+MAX_EXCERPT_CHARS = 120
+"""Of a line that an error shows."""
+
 Path = Sequence[str | int]
 
 
@@ -47,6 +50,7 @@ class Document:
 
     def __init__(self, text: str, *, file: str) -> None:
         self._file = file
+        self._lines = text.splitlines()
         try:
             self._check_events(text)
             self._root = yaml.compose(text, Loader=_Loader)
@@ -56,11 +60,9 @@ class Document:
         except yaml.reader.ReaderError as error:
             before = text[: error.position]
             line, column = before.count("\n") + 1, error.position - (before.rfind("\n") + 1) + 1
-            raise PolicyError(
-                f"got the character {chr(ord(text[error.position]))!r}, which YAML does not allow; remove it",
-                file=file,
-                line=line,
-                column=column,
+            raise self.error(
+                f"got the character {text[error.position]!r}, which YAML does not allow; remove it",
+                Place(line, column),
             ) from error
         except yaml.MarkedYAMLError as error:
             raise self._syntax_error(error, text) from error
@@ -135,15 +137,26 @@ class Document:
                 hint = f"; in {line.strip()[:80]!r}"
         return self._error(f"not valid YAML: {problem}{hint}", mark)
 
-    def _error(self, message: str, mark: _Mark | None, key: str | None = None) -> PolicyError:
-        place = None if mark is None else _place(mark)
+    def error(self, message: str, place: Place | None, key: str | None = None) -> PolicyError:
+        """Make an error that says where, with the line itself and a mark below the place."""
         return PolicyError(
-            message,
+            message + self._excerpt(place),
             file=self._file,
             line=place.line if place else None,
             column=place.column if place else None,
             key=key,
         )
+
+    def _excerpt(self, place: Place | None) -> str:
+        line = self._lines[place.line - 1] if place and place.line <= len(self._lines) else ""
+        if place is None or not line.strip() or place.column > MAX_EXCERPT_CHARS or not line.isprintable():
+            return ""
+        number = str(place.line)
+        shown = line if len(line) <= MAX_EXCERPT_CHARS else line[:MAX_EXCERPT_CHARS] + "…"
+        return f"\n  {number} | {shown}\n  {' ' * len(number)} | {' ' * (place.column - 1)}^"
+
+    def _error(self, message: str, mark: _Mark | None, key: str | None = None) -> PolicyError:
+        return self.error(message, None if mark is None else _place(mark), key)
 
 
 def key_path(path: Path) -> str | None:

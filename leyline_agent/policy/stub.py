@@ -15,7 +15,7 @@ MAX_ARGS_CHARS = 80
 """`{args}` is cut to this: a stub is there to be short, and a call's arguments can be a whole file."""
 
 # What counts something is not compared: a stub of a stub would count anew.
-_COUNTS = frozenset({"lines", "turns"})
+_COUNTS = frozenset({"lines", "tokens", "turns"})
 
 
 @lru_cache(maxsize=256)

@@ -56,44 +56,62 @@ def num_chars(message: Message) -> int:
     return len(message.text) + sum(len(call.name) + len(call.arguments) for call in message.tool_calls)
 
 
+class Pairing:
+    """Finds the call that a result answers, message by message from the left.
+
+    Ids repeat in what clients send, so the nearest unanswered call goes first. Where either side lacks its id the
+    order decides. A second result for an answered call stays with it, else it would be left over when the call goes.
+    """
+
+    def __init__(self) -> None:
+        self._current: Sequence[Call] = ()
+        self._waiting: dict[str, list[Call]] = defaultdict(list)
+        self._latest: dict[str, Call] = {}
+
+    def call(self, calls: Sequence[Call]) -> None:
+        """Take note of the calls of the next assistant message."""
+        self._current = calls
+        for call in calls:
+            if call.id is not None:
+                self._waiting[call.id].append(call)
+                self._latest[call.id] = call
+
+    def answer(self, call_id: str | None, result_idx: int) -> Call | None:
+        """Take the next result; return the call that it answers, None where there is none."""
+        found = self._find(call_id)
+        if found is None:
+            return None
+        if found.id is not None and found in self._waiting[found.id]:
+            self._waiting[found.id].remove(found)
+        found.result_idxs.append(result_idx)
+        return found
+
+    def _find(self, call_id: str | None) -> Call | None:
+        unanswered = [call for call in self._current if not call.result_idxs]
+        if call_id is None:
+            return next(iter(unanswered), self._current[-1] if self._current else None)
+        found = next((call for call in unanswered if call.id == call_id), None)
+        if found is None and self._waiting[call_id]:
+            found = self._waiting[call_id][-1]
+        if found is None:
+            found = next((call for call in self._current if call.id == call_id), None)
+        if found is None:
+            found = next((call for call in unanswered if call.id is None), None)
+        return found or self._latest.get(call_id)
+
+
 def _pair(messages: Sequence[Message]) -> tuple[dict[int, tuple[Call, ...]], dict[int, Call]]:
     calls: dict[int, tuple[Call, ...]] = {}
     call_of: dict[int, Call] = {}
-    waiting: dict[str, list[Call]] = defaultdict(list)
-    current: tuple[Call, ...] = ()
+    pairing = Pairing()
     for idx, message in enumerate(messages):
         if message.role == "assistant":
             current = tuple(Call(idx, call.id or None, call.name, call.arguments) for call in message.tool_calls)
             if current:
                 calls[idx] = current
-            for call in current:
-                if call.id is not None:
-                    waiting[call.id].append(call)
+            pairing.call(current)
         elif message.role == "tool":
-            answered = _answered_call(message.tool_call_id or None, current, waiting)
+            answered = pairing.answer(message.tool_call_id or None, idx)
             if answered is not None:
-                answered.result_idxs.append(idx)
                 call_of[idx] = answered
     return calls, call_of
-
-
-def _answered_call(call_id: str | None, current: tuple[Call, ...], waiting: dict[str, list[Call]]) -> Call | None:
-    """Find the call that a result answers, given the calls of the last assistant message.
-
-    Ids repeat in what clients send, so the nearest unanswered call goes first. Where either side lacks its id the
-    order decides. A second result for an answered call stays with it, else it would be left over when the call goes.
-    """
-    unanswered = [call for call in current if not call.result_idxs]
-    if call_id is None:
-        found = next(iter(unanswered), None)
-    else:
-        found = next((call for call in unanswered if call.id == call_id), None)
-        if found is None and waiting[call_id]:
-            found = waiting[call_id][-1]
-        if found is None:
-            found = next((call for call in current if call.id == call_id), None)
-        if found is None:
-            found = next((call for call in unanswered if call.id is None), None)
-    if found is not None and found.id is not None and found in waiting[found.id]:
-        waiting[found.id].remove(found)
-    return found

@@ -9,7 +9,7 @@ import pytest
 
 import leyline_agent
 from leyline_agent.errors import PolicyError
-from leyline_agent.policy import load_policy, parse_policy, shipped_policies
+from leyline_agent.policy import load_policy, parse_policy
 from leyline_agent.policy.loader import MAX_POLICY_BYTES
 
 _GOOD = """\
@@ -38,7 +38,7 @@ _MISTAKES = [
         4,
         20,
         "rules[0].select.role",
-        ["got the text 'tol'", "'tool', 'user' or 'assistant'", "did you mean 'tool'?"],
+        ["got the text 'tol'", "'tool', 'user', 'assistant' or 'system'", "did you mean 'tool'?"],
         id="unknown value",
     ),
     pytest.param(
@@ -76,7 +76,7 @@ _MISTAKES = [
         3,
         5,
         "rules[0]",
-        ["'old' does nothing", "replace, drop, collapse"],
+        ["'old' does nothing", "replace, drop, collapse, truncate"],
         id="no action",
     ),
     pytest.param(_with('replace: "[{tool}]"', "drop: false"), 5, 11, "rules[0].drop", ["expected true"], id="false"),
@@ -84,7 +84,9 @@ _MISTAKES = [
     pytest.param(
         _with("{tool}]", "{tol}]"), 5, 5, "rules[0].replace", ["{tol}", "did you mean {tool}?"], id="placeholder"
     ),
-    pytest.param(_with("{tool}]", "{turns}]"), 5, 5, "rules[0].replace", ["{turns}"], id="placeholder of collapse"),
+    pytest.param(
+        _with("replace:", "collapse:"), 5, 5, "rules[0].collapse", ["{tool}", "{turns}"], id="placeholder of replace"
+    ),
     pytest.param(_with("{tool}]", "{tool!r}]"), 5, 5, "rules[0].replace", ["more than a name"], id="conversion"),
     pytest.param(_with("{tool}]", "{tool.x}]"), 5, 5, "rules[0].replace", ["more than a name"], id="attribute"),
     pytest.param(_with("{tool}]", "}"), 5, 5, "rules[0].replace", ["literal brace"], id="single brace"),
@@ -106,6 +108,148 @@ _MISTAKES = [
     ),
     pytest.param(
         _GOOD + "  - {name: old, select: {role: tool}, drop: true}\n", 6, 6, "rules[1].name", ["second"], id="names"
+    ),
+    pytest.param(
+        _GOOD + "    when: {every: 5}\n", 6, 19, "rules[0].when.every", ["got 5", "'5 turns'"], id="every as a number"
+    ),
+    pytest.param(_GOOD + "when: {}\n", 6, 7, "when", ["says nothing", "tokens, messages"], id="empty trigger"),
+    pytest.param(
+        _GOOD + "when: {any_of: [{tokens: 1}, {token: 2}]}\n",
+        6,
+        31,
+        "when.any_of[1].token",
+        ["did you mean 'tokens'?"],
+        id="key in a nested trigger",
+    ),
+    pytest.param(_GOOD + "when: {context: 70}\n", 6, 17, "when.context", ["got 70", "0.7"], id="share in percent"),
+    pytest.param(_GOOD + "when: {context: half}\n", 6, 17, "when.context", ["'half'", "a number"], id="share in words"),
+    pytest.param(_GOOD + "when: {tokens: 0}\n", 6, 16, "when.tokens", ["got 0", "1 or more"], id="trigger at nothing"),
+    pytest.param(
+        _with('replace: "[{tool}]"', "truncate: {head: 20 line s}"),
+        5,
+        22,
+        "rules[0].truncate.head",
+        ["'20 line s'", "'20 lines' or '2000 chars'"],
+        id="amount",
+    ),
+    pytest.param(
+        _with('replace: "[{tool}]"', "truncate: {head: 20 char, tail: 3 lnes}"),
+        5,
+        37,
+        "rules[0].truncate.tail",
+        ["did you mean '3 lines'?"],
+        id="misspelt unit",
+    ),
+    pytest.param(
+        _with('replace: "[{tool}]"', "truncate: {tail: 0 lines}"),
+        5,
+        15,
+        "rules[0].truncate",
+        ["keeps nothing", "replace"],
+        id="truncate to nothing",
+    ),
+    pytest.param(
+        _with('replace: "[{tool}]"', "clear_arguments: {longer: 5 chars}"),
+        5,
+        23,
+        "rules[0].clear_arguments.longer",
+        ["unknown key", "longer_than"],
+        id="key of one form of a value",
+    ),
+    pytest.param(
+        _with('replace: "[{tool}]"', "clear_arguments: no"),
+        5,
+        22,
+        "rules[0].clear_arguments",
+        ["expected true"],
+        id="neither form of a value",
+    ),
+    pytest.param(
+        _with("role: tool", "role: tool, index: {from: 3, to: 1}"),
+        4,
+        34,
+        "rules[0].select.index.from",
+        ["no message lies from 3 to 1"],
+        id="empty range",
+    ),
+    pytest.param(
+        _with("role: tool", "role: tool, index: first"), 4, 33, "rules[0].select.index", ["'first'"], id="place"
+    ),
+    pytest.param(
+        _with("role: tool", "role: tool, matches: '(a'"), 4, 26, "rules[0].select.matches", ["no regular"], id="pattern"
+    ),
+    pytest.param(
+        _with("role: tool", "role: [tool, tol]"), 4, 27, "rules[0].select.role[1]", ["'tool'?"], id="one of the roles"
+    ),
+    pytest.param(_with("role: tool", "role: system"), 4, 14, "rules[0].select.role", ["only be redacted"], id="system"),
+    pytest.param(
+        _with("role: tool", "role: user, is_error: true"),
+        4,
+        26,
+        "rules[0].select.is_error",
+        ["tool"],
+        id="error of user",
+    ),
+    pytest.param(
+        _with("role: tool", "role: tool, tool: bash, exclude_tool: bash"),
+        4,
+        38,
+        "rules[0].select.exclude_tool",
+        ["can never fire"],
+        id="all tools are excluded",
+    ),
+    pytest.param(
+        _with("role: tool", "role: tool, is_error: true") + "keep: {errors: true}\n",
+        4,
+        26,
+        "rules[0].select.is_error",
+        ["can never fire", "a 'keep' of its own"],
+        id="errors are kept",
+    ),
+    pytest.param(
+        _GOOD + "    keep: {min_reclaim_tokens: 9, stop_after_tokens: 5}\n",
+        6,
+        35,
+        "rules[0].keep.stop_after_tokens",
+        ["may never edit"],
+        id="stops before it begins",
+    ),
+    pytest.param(
+        _GOOD + "context_window: 100\nwhen: {tokens: 200}\n",
+        7,
+        8,
+        "when.tokens",
+        ["the context window has 100", "can never fire"],
+        id="trigger beyond the window",
+    ),
+    pytest.param(
+        _GOOD.replace('replace: "[{tool}]"', "drop: true")
+        + "  - {name: b, select: {role: tool, older_than: {turns: 3}}"
+        ", drop: true}\n",
+        6,
+        6,
+        "rules[1].name",
+        ["can never fire", "'old'"],
+        id="rule behind one that drops everything",
+    ),
+    pytest.param(
+        _with('replace: "[{tool}]"', "redact: x"), 5, 5, "rules[0].redact", ["add 'matches'"], id="redact what?"
+    ),
+    pytest.param(
+        _with('replace: "[{tool}]"', "redact: '[sk-1]'").replace("role: tool", "role: tool, matches: 'sk-[0-9]+'"),
+        5,
+        5,
+        "rules[0].redact",
+        ["finds again"],
+        id="redacted text that matches",
+    ),
+    pytest.param(
+        _with("role: tool", "role: tool, python: os.system"),
+        4,
+        34,
+        "rules[0].select.python",
+        ["'package.module:function'"],
+        id="detector",
     ),
     pytest.param(_with("name: old", "name:"), 3, 10, "rules[0].name", ["got nothing"], id="empty value"),
     pytest.param(_with("version: 1", "version: 2"), 1, 10, "version", ["expected 1, got 2"], id="version"),
@@ -150,6 +294,22 @@ def test_a_mistake_is_reported_with_its_place(
     assert str(error).startswith(f"policy.yaml:{line}:{column}: ")
 
 
+def test_a_mistake_shows_the_line_and_marks_the_place() -> None:
+    with pytest.raises(PolicyError) as caught:
+        parse_policy(_with("role:", "rol:"))
+
+    assert str(caught.value).splitlines()[1:] == [
+        "  4 |     select: {rol: tool, older_than: {turns: 2}}",
+        "    |              ^",
+    ]
+
+
+def test_a_rule_with_another_trigger_may_follow_one_that_drops_everything() -> None:
+    dropping = _GOOD.replace('replace: "[{tool}]"', "drop: true\n    when: {tokens: 9}")
+
+    assert len(parse_policy(dropping + "  - {name: b, select: {role: tool}, replace: x}\n").rules) == 2
+
+
 def test_of_several_mistakes_the_topmost_is_reported() -> None:
     with pytest.raises(PolicyError) as caught:
         parse_policy("rulez: []\nversion: 2\nrules: {}\n")
@@ -163,7 +323,7 @@ def test_text_above_the_limit_is_refused() -> None:
 
 
 def test_a_missing_file_names_the_shipped_policies(tmp_path: Path) -> None:
-    with pytest.raises(PolicyError, match=r"absent\.yaml: no such file.*keep_last_tool_outputs, none"):
+    with pytest.raises(PolicyError, match=r"absent\.yaml: no such file.*keep_last_tool_outputs, langchain"):
         load_policy(tmp_path / "absent.yaml")
 
 
@@ -206,17 +366,6 @@ def test_a_shipped_name_is_not_shadowed_by_a_file(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
 
     assert load_policy("none").rules == ()
-
-
-@pytest.mark.parametrize("name", ["keep_last_tool_outputs", "none"])
-def test_shipped_policies_load_and_are_called_what_their_file_is(name: str) -> None:
-    assert name in shipped_policies()
-    assert load_policy(name).name == name
-    assert load_policy(name).description
-
-
-def test_every_shipped_policy_is_tested() -> None:
-    assert shipped_policies() == ("keep_last_tool_outputs", "none")
 
 
 def test_shipped_policies_are_found_inside_an_installed_package(tmp_path: Path) -> None:

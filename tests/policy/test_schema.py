@@ -57,14 +57,16 @@ def test_every_field_is_documented() -> None:
     import ast
     import inspect
 
-    from leyline_agent.policy import schema
+    from leyline_agent.policy import conditions, schema, selecting
 
     undocumented = [
         f"{node.name}.{ast.unparse(field.target)}"
-        for node in ast.parse(inspect.getsource(schema)).body
+        for module in (conditions, schema, selecting)
+        for node in ast.parse(inspect.getsource(module)).body
         if isinstance(node, ast.ClassDef)
         for field, after in zip(node.body, [*node.body[1:], None], strict=True)
         if isinstance(field, ast.AnnAssign)
+        and not ast.unparse(field.target).startswith("_")
         and not (isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant))
     ]
     assert undocumented == []

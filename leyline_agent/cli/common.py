@@ -1,0 +1,23 @@
+"""What the commands share: the error that ends one, the server's key, JSON on stdout."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+
+API_KEY_VARIABLE = "LEYLINE_API_KEY"
+
+
+class UnusableError(Exception):
+    """Input that the command cannot work on, or a server that gives no answer; the exit code is 2."""
+
+
+def api_key(args: argparse.Namespace) -> str | None:
+    """Return the server's key, from the command line or the environment."""
+    return args.api_key or os.environ.get(API_KEY_VARIABLE)
+
+
+def print_json(value: object) -> None:
+    """Print a value for programs; ASCII, so that no terminal's encoding matters."""
+    print(json.dumps(value, indent=2))

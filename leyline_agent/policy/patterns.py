@@ -1,0 +1,64 @@
+"""Regular expressions in time linear in the text (RE2), so that no pattern in a policy can hang the agent.
+
+Python's own matcher backtracks: `(a+)+$` on forty letters outlives the program. The syntax is nearly Python's; what
+cannot be had in linear time (backreferences, lookaround) is refused when the policy is loaded.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import re2
+
+MAX_PATTERN_CHARS = 1000
+
+
+class PatternError(ValueError):
+    """A pattern is no regular expression, or needs more than linear time."""
+
+
+class Pattern:
+    """A compiled pattern. Safe across threads."""
+
+    def __init__(self, source: str) -> None:
+        """Compile.
+
+        Raises:
+            PatternError: see there.
+        """
+        self.source = source
+        if len(source) > MAX_PATTERN_CHARS:
+            raise PatternError(f"got a pattern of {len(source)} characters, expected {MAX_PATTERN_CHARS} or fewer")
+        options = re2.Options()
+        # The caller is told; RE2 would write to stderr too.
+        options.log_errors = False
+        try:
+            # `^` and `$` are those of a line, as who writes of outputs means them.
+            self._compiled = re2.compile(f"(?m){source}", options=options)
+        except re2.error as error:
+            why = error.args[0]
+            problem = why.decode(errors="replace") if isinstance(why, bytes) else str(why)
+            raise PatternError(
+                f"got {source!r:.80}, which is no regular expression of RE2 ({problem}); lookaround and backreferences "
+                "are not to be had in linear time"
+            ) from error
+        if self._compiled.search("") is not None:
+            raise PatternError(f"got {source!r:.80}, which matches the empty text and so everything; ask for something")
+
+    def search(self, text: str) -> bool:
+        """Tell whether the pattern matches anywhere in a text."""
+        return self._compiled.search(text) is not None
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """Return the matches from left to right, none overlapping another."""
+        return [match.span() for match in self._compiled.finditer(text) if match.end() > match.start()]
+
+
+@lru_cache(maxsize=256)
+def compile_pattern(source: str) -> Pattern:
+    """Return the compiled pattern, the same object for the same source.
+
+    Raises:
+        PatternError: it is no regular expression, or one that needs more than linear time.
+    """
+    return Pattern(source)

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from evals.micro import plan
+
+
+@pytest.mark.parametrize("case", plan.CASES)
+def test_a_row_has_the_time_of_a_plan(case: str) -> None:
+    row = plan.measure(case, 60, repeats=4)
+
+    assert (row["op"], row["case"], row["messages"]) == ("plan_turn", case, 60)
+    assert row["plan_ms"]["p50"] >= row["edit_ms"]["p50"] > 0
+    assert row["prompt_tokens"] > 0
+    json.dumps(row)
+
+
+def test_wrong_directives_have_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "apply_directives", lambda base_ids, directives: [0])
+
+    with pytest.raises(AssertionError, match="not timed"):
+        plan.measure("keep_last_tool_outputs", 60, repeats=4)
+
+
+def test_edits_are_in_what_is_timed() -> None:
+    assert plan.measure("all at once", 60, repeats=2)["max_directives"] > 5
