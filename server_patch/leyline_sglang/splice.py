@@ -281,8 +281,11 @@ class Transaction:
             if cut:
                 # Splits the node there, so that the end of the source is nodes of its own.
                 self._match(source_ids, source_salt, cut)
-            source = self._match(source_ids, source_salt, request.src_end - offset if cut is None else None)
+            source = self._match(source_ids, source_salt, None if cut is not None else request.src_end - offset)
             in_place = cut is not None and self._radix.takeable_from(source) <= cut
+            if cut is not None and not in_place:
+                # Only what is copied is to be held meanwhile.
+                source = self._match(source_ids, source_salt, request.src_end - offset)
         num_kept = min(offset + len(source), request.src_end) - request.src_start
         if num_kept <= 0:
             raise RefusedError(
