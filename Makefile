@@ -53,7 +53,7 @@ record: env ## record the demo's trajectory again, with real tools
 	@$(BIN)/python -m evals.replay.record
 
 test: check ## check, then the tests against a live server (minutes)
-	@$(BIN)/python -m pytest -m "sglang or slow"
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "sglang or slow"
 
 check: env ## format, lint, types, imports, tests without a server (under a minute)
 	@$(BIN)/ruff format --check .

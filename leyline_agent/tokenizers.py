@@ -14,6 +14,8 @@ import httpx
 
 from leyline_agent.errors import SpliceTransportError
 
+_FUNCTION_FIELDS = ("description", "name", "parameters", "strict", "defer_loading")
+
 
 class Tokenizer(Protocol):
     """What renders a chat request's messages into ids."""
@@ -115,8 +117,8 @@ class LocalTokenizer:
         if arguments.get("reasoning_effort") is not None:
             template_arguments.setdefault("reasoning_effort", arguments["reasoning_effort"])
         token_ids = self._tokenizer.apply_chat_template(
-            [_as_sglang_passes_it(message) for message in messages],
-            tools=list(tools) if tools else None,
+            template_messages(messages),
+            tools=template_tools(tools, arguments.get("tool_choice")),
             add_generation_prompt=add_generation_prompt,
             tokenize=True,
             return_dict=False,
@@ -130,11 +132,29 @@ def server_root(base_url: str) -> str:
     return base_url.rstrip("/").removesuffix("/v1")
 
 
-def _as_sglang_passes_it(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Parse the arguments of calls and turn null content into "", as SGLang does before its template sees a message."""
-    passed = copy.deepcopy(dict(message))
-    if passed.get("content") is None:
-        passed["content"] = ""
+def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages as SGLang gives them to a chat template: calls' arguments parsed, no nulls, "" for no content."""
+    return [_template_message(message) for message in messages]
+
+
+def template_tools(
+    tools: Sequence[Mapping[str, Any]] | None, tool_choice: str | Mapping[str, Any] | None = None
+) -> list[dict[str, Any]] | None:
+    """Return schemas of tools as SGLang gives them to a chat template; None where it gives none.
+
+    A choice of no tool leaves out all of them, and the choice of one all others.
+    """
+    if not tools or tool_choice == "none":
+        return None
+    if isinstance(tool_choice, Mapping):
+        chosen = tool_choice["function"]["name"]
+        tools = [tool for tool in tools if tool["function"]["name"] == chosen]
+    return [_template_tool(tool) for tool in tools] or None
+
+
+def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    passed = {key: copy.deepcopy(value) for key, value in message.items() if value is not None}
+    passed.setdefault("content", "")
     for call in passed.get("tool_calls") or ():
         function = call.get("function") or {}
         if isinstance(function.get("arguments"), str):
@@ -144,3 +164,27 @@ def _as_sglang_passes_it(message: Mapping[str, Any]) -> dict[str, Any]:
                 # A template that takes arguments as text still can.
                 continue
     return passed
+
+
+def _template_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Do what the request model of SGLang 0.5.23 does to a tool (`entrypoints/openai/protocol.py`).
+
+    Fields that it does not know go. A function keeps the order of its own, and gets null for a description or for
+    parameters that are absent; the tool around it always gets `defer_loading`, and hands it down to the function.
+    """
+    given = tool.get("function")
+    if not isinstance(given, Mapping):
+        # A server refuses it; a template may take it.
+        return dict(tool)
+    fields = [field for field in dict.fromkeys((*given, *_FUNCTION_FIELDS)) if field in _FUNCTION_FIELDS]
+    function = {field: given.get(field) for field in fields}
+    if function["defer_loading"] is None:
+        function["defer_loading"] = tool.get("defer_loading")
+    for field in ("strict", "defer_loading"):
+        if function[field] is None:
+            del function[field]
+    return {
+        "type": tool.get("type", "function"),
+        "function": function,
+        "defer_loading": tool.get("defer_loading"),
+    }

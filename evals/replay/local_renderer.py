@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from evals.replay.errors import ReplayError
 from evals.replay.ideal import ChatDict
-
-_FUNCTION_FIELDS = ("name", "description", "parameters", "strict", "defer_loading")
+from leyline_agent.tokenizers import template_messages, template_tools
 
 
 class LocalRenderer:
@@ -41,8 +39,8 @@ class LocalRenderer:
     def render(self, messages: Sequence[ChatDict], tools: Sequence[ChatDict], *, generation_prompt: bool) -> str:
         """Return the prompt's text."""
         text = self._tokenizer.apply_chat_template(
-            [_as_server_renders(message) for message in messages],
-            tools=[_tool_as_server_renders(tool) for tool in tools] or None,
+            template_messages(messages),
+            tools=template_tools(tools),
             add_generation_prompt=generation_prompt,
             tokenize=False,
         )
@@ -53,32 +51,3 @@ class LocalRenderer:
         """Return the index of the character at which each token of the text starts."""
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return [start for start, _ in encoded["offset_mapping"]]
-
-
-def _tool_as_server_renders(tool: ChatDict) -> dict[str, Any]:
-    """Do what the chat route's request model does to a tool schema (seen in SGLang 0.5.23).
-
-    A function keeps the order of its fields, and gets null for a description or parameters that are absent; the tool
-    around it always gets `defer_loading`.
-    """
-    given = tool["function"]
-    function = {field: value for field, value in given.items() if field in _FUNCTION_FIELDS}
-    function |= {field: None for field in ("description", "parameters") if field not in given}
-    return {
-        "type": tool.get("type", "function"),
-        "function": function,
-        "defer_loading": tool.get("defer_loading"),
-    }
-
-
-def _as_server_renders(message: ChatDict) -> dict[str, Any]:
-    """Do what the chat route does before the template: no null content, call arguments as objects."""
-    rendered = dict(message)
-    if rendered.get("content") is None:
-        rendered["content"] = ""
-    if rendered.get("tool_calls"):
-        rendered["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
-            for call in rendered["tool_calls"]
-        ]
-    return rendered

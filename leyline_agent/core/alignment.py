@@ -16,6 +16,7 @@ in tokens everywhere. Knows nothing of directives.
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -43,7 +44,8 @@ _SURE_TOKENS = 20
 # Places of one gram that are extended, around the old position where the last run ended. More only cost time: where a
 # gram occurs more often, its places mostly lead to the same number of kept tokens.
 _PLACES_BEFORE, _PLACES_AFTER = 2, 6
-# The chain compares runs pairwise. The longest go in first; what they leave out is found between them, a round later.
+# Runs that contradict each other are compared pairwise. The longest go in first; what they leave out is found between
+# them, a round later.
 _CHAIN_RUNS = 96
 
 # Weights of the budget, so that a unit is about 0.1 microseconds whatever the input.
@@ -122,12 +124,18 @@ class _Aligner:
         while pending:
             region, round_idx = pending.pop()
             found = self._maximal_runs(region, *_ROUNDS[round_idx])
-            chain = self._best_chain(nlargest(_CHAIN_RUNS, found, key=lambda run: run.length), region)
+            # Runs that do not contradict each other are chained at once, however many.
+            chain = self._best_chain(found if _is_in_order(found) else _longest_runs(found), region)
             runs.extend(chain)
-            left_out = set(found).difference(chain) if chain else set()
+            gram = _ROUNDS[round_idx][0]
+            # From left to right, as the gaps are.
+            left_out = sorted(set(found).difference(chain), key=lambda run: run.new, reverse=True) if chain else []
+            reach = 0
             for gap in _gaps(chain, region):
-                gram = _ROUNDS[round_idx][0]
-                again = any(_overlap(run, gap) >= gram for run in left_out)
+                while left_out and left_out[-1].new <= gap.new_end - gram:
+                    reach = max(reach, left_out.pop().new_end)
+                # One of them has a gram in the gap.
+                again = reach - gram >= gap.new and gap.new_end - gram >= gap.new
                 next_round = round_idx if again else round_idx + 1
                 if next_round < len(_ROUNDS):
                     pending.append((gap, next_round))
@@ -203,23 +211,33 @@ class _Aligner:
         runs = sorted(runs, key=lambda run: (run.new_end, run.old_end))
         # Per run: score of the best chain that ends in it, index of the run before it there, tokens cut from its head.
         ends: list[tuple[int, int | None, int]] = []
+        # Per run: the best score of it and all before it.
+        bests: list[int] = []
+        num_pairs = 0
         for idx, run in enumerate(runs):
-            best: tuple[int, int | None, int] = (
-                run.length - self._gap_cost(run.old - region.old, run.new - region.new),
-                None,
-                0,
-            )
-            for before_idx, before in enumerate(runs[:idx]):
-                old_gap = run.old - before.old - before.length
-                new_gap = run.new - before.new - before.length
+            old_at, new_at, length = run
+            best_score = length - self._gap_cost(old_at - region.old, new_at - region.new)
+            best_idx: int | None = None
+            best_cut = 0
+            before_idx = idx
+            # From the nearest on, until none can be better; of equal ones the first in order is taken.
+            while before_idx and bests[before_idx - 1] + length >= best_score:
+                before_idx -= 1
+                before = runs[before_idx]
+                old_gap = old_at - before.old - before.length
+                new_gap = new_at - before.new - before.length
                 cut = max(0, -old_gap, -new_gap)
-                if cut >= run.length:
+                if cut >= length:
                     continue
-                score = ends[before_idx][0] + run.length - cut - self._gap_cost(old_gap + cut, new_gap + cut)
-                if score > best[0]:
-                    best = (score, before_idx, cut)
-            self._spend(_PAIR_COST * idx)
-            ends.append(best)
+                score = ends[before_idx][0] + length - cut - self._gap_cost(old_gap + cut, new_gap + cut)
+                if score > best_score or (score == best_score and best_idx is not None):
+                    best_score, best_idx, best_cut = score, before_idx, cut
+            num_pairs += idx - before_idx
+            if num_pairs > _CHAIN_RUNS * len(runs):
+                return self._best_chain(_longest_runs(runs), region)
+            self._spend(_PAIR_COST * (idx - before_idx))
+            ends.append((best_score, best_idx, best_cut))
+            bests.append(max(best_score, bests[-1]) if bests else best_score)
 
         best_score = -self._end_cost(region.old, region.new, region)
         last_idx: int | None = None
@@ -312,6 +330,15 @@ def _longest(runs: list[Run], *, behind: int) -> tuple[int, int]:
     return best.old_end, best.new_end
 
 
+def _longest_runs(runs: list[Run]) -> list[Run]:
+    return nlargest(_CHAIN_RUNS, runs, key=lambda run: run.length)
+
+
+def _is_in_order(runs: list[Run]) -> bool:
+    """Tell whether each run lies behind the one before it in both sequences."""
+    return all(before.old_end <= run.old and before.new_end <= run.new for before, run in itertools.pairwise(runs))
+
+
 def _gaps(chain: list[Run], region: _Region) -> Iterator[_Region]:
     """Yield what the chain leaves of the region, one more gap than it has runs."""
     old_at, new_at = region.old, region.new
@@ -319,7 +346,3 @@ def _gaps(chain: list[Run], region: _Region) -> Iterator[_Region]:
         yield _Region(old_at, run.old, new_at, run.new, is_open=False)
         old_at, new_at = run.old_end, run.new_end
     yield _Region(old_at, region.old_end, new_at, region.new_end, region.is_open)
-
-
-def _overlap(run: Run, gap: _Region) -> int:
-    return min(run.new_end, gap.new_end) - max(run.new, gap.new)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import textwrap
 from collections.abc import Collection, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -30,6 +31,9 @@ _EXPECTED = {
     "string_pattern_mismatch": "'package.module:function'",
     "too_short": "at least one entry",
 }
+# A longer list of keys stands on lines of its own, which fit 100 columns.
+_INLINE_CHARS = 40
+_LIST_CHARS = 92
 _SCALAR_KINDS = frozenset({"int_type", "float_type", "policy"})
 
 
@@ -196,7 +200,10 @@ def _message(kind: str, context: dict[str, Any], details: ErrorDetails, path: tu
         return str(context["message"])
     if kind == "extra_forbidden":
         known = _known_keys(path[:-1])
-        return f"unknown key, expected one of {', '.join(known)}{_near(str(path[-1]), known)}"
+        keys = f"{', '.join(known)}{_near(str(path[-1]), known)}"
+        if len(keys) <= _INLINE_CHARS:
+            return f"unknown key, expected one of {keys}"
+        return "\n    ".join(("unknown key, expected one of", *textwrap.wrap(keys, _LIST_CHARS)))
     if kind == "missing":
         return "missing; add it"
     if kind in ("literal_error", "enum"):

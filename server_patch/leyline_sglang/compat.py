@@ -103,13 +103,19 @@ def after_insertion(hook: Callable[[Any, str, str | None, str | None, array[int]
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def inserted(_result: Any, tree: Any, req: Any, *, up_to: int, **_more: Any) -> None:
-        # Of any request, those that no plugin of ours has seen included: they may hold anything.
-        params = req.sampling_params.custom_params
-        tag = params.get(NOTE_KEY) if isinstance(params, dict) else None
-        if isinstance(tag, str):
+        tag = tag_of(req)
+        if tag is not None:
             hook(tree, tag, req.extra_key, req.cache_salt, req.full_untruncated_fill_ids[:up_to])
 
     HookRegistry.register(_TREE + "checkpoint_into_tree", inserted, HookType.AFTER)
+
+
+def tag_of(req: Any) -> str | None:
+    """Return what stands where a request's note was."""
+    # Of any request, those that no plugin of ours has seen included: they may hold anything.
+    params = req.sampling_params.custom_params
+    tag = params.get(NOTE_KEY) if isinstance(params, dict) else None
+    return tag if isinstance(tag, str) else None
 
 
 def after_reset(hook: Callable[[Any], None]) -> None:
@@ -415,8 +421,9 @@ class RadixPort:
 
 # --- R in the batch of its request (scheduler process) --------------------------------------------------------------
 
-_SIBLING = "leyline_slots"
-"""Attribute of a request of ours that computes R beside the request that reads it: the slots that R goes to."""
+_SIBLING = "leyline_sibling_slots"
+"""Attribute of a request of ours that computes R beside the request that reads it: the slots that R goes to, or None
+where it has none (any more)."""
 _WRITES_BEFORE_READING = ("TritonAttnBackend", "TorchNativeAttnBackend")
 """Attention backends, seen to put the keys of a whole batch into the pool before any of its sequences reads them."""
 
@@ -436,7 +443,7 @@ def not_in_one_step(scheduler: Any) -> list[str]:
 def around_admission(hook: Callable[[Any, Any, Any, Callable[[Any], Any]], Any]) -> None:
     """Call `hook(scheduler, adder, req, admit)` where a waiting request is to join the batch that is being built.
 
-    `admit(req)` is what SGLang does; the hook returns its result, or one of `wait_for_room`.
+    `admit(req)` is what SGLang does; the hook returns its result, `batch_is_full` or `pass_over`.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -453,11 +460,23 @@ def around_admission(hook: Callable[[Any, Any, Any, Callable[[Any], Any]], Any])
     HookRegistry.register(target, _stream_no_sibling, HookType.AROUND)
 
 
-def wait_for_room() -> Any:
-    """Return what leaves a request, and those behind it, waiting for the next batch."""
+def batch_is_full() -> Any:
+    """Return what ends a batch: the request and those behind it wait for the next one."""
     from sglang.srt.managers.schedule_policy import AddReqResult
 
     return AddReqResult.OTHER
+
+
+def pass_over() -> Any:
+    """Return what leaves a request waiting and lets those behind it into the batch."""
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    return AddReqResult.CONTINUE
+
+
+def is_given_up(req: Any) -> bool:
+    """Whether the engine only admits the request to end it; its prompt is another one then."""
+    return req.to_finish is not None
 
 
 def is_admitted(adder: Any, req: Any) -> bool:
@@ -491,6 +510,23 @@ def prefill_budget(adder: Any) -> int:
     return int(budget if adder.rem_chunk_tokens is None else min(budget, adder.rem_chunk_tokens))
 
 
+def free_tokens(adder: Any) -> int:
+    """Return how many slots of the pool the batch that is being built may yet take."""
+    return int(adder.rem_total_tokens)
+
+
+def one_batch(scheduler: Any) -> dict[str, int]:
+    """Return what one batch can hold at most: `requests`, and `tokens` to compute."""
+    from sglang.srt.runtime_context import get_schedule
+
+    requests = [scheduler.max_running_requests, get_schedule().prefill_max_requests]
+    tokens = [scheduler.max_prefill_tokens, scheduler.chunked_prefill_size]
+    return {
+        "requests": min(number for number in requests if number is not None),
+        "tokens": min(number for number in tokens if number is not None),
+    }
+
+
 def new_sibling(scheduler: Any, req: Any, token_ids: array[int], prefix: Path) -> Any:
     """Return a request that computes `token_ids` right of a cached prefix, and leaves the cache as it is.
 
@@ -502,7 +538,7 @@ def new_sibling(scheduler: Any, req: Any, token_ids: array[int], prefix: Path) -
         f"{req.rid}-leyline",
         "",
         token_ids,
-        _nothing_to_sample(),
+        _sampled_alike(req.sampling_params),
         extra_key=req.extra_key,
         cache_salt=req.cache_salt,
         vocab_size=scheduler.model_config.vocab_size,
@@ -517,13 +553,14 @@ def new_sibling(scheduler: Any, req: Any, token_ids: array[int], prefix: Path) -
     return sibling
 
 
-@cache
-def _nothing_to_sample() -> Any:
+def _sampled_alike(params: Any) -> Any:
+    """Return parameters that generate nothing, and change nothing in how the rest of the batch is sampled."""
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    params = SamplingParams(max_new_tokens=0, temperature=0)
-    params.normalize(None)
-    return params
+    alike = {name: getattr(params, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    sampling = SamplingParams(max_new_tokens=0, **alike)
+    sampling.normalize(None)
+    return sampling
 
 
 def place_sibling(scheduler: Any, sibling: Any, slots: torch.Tensor, path: Path) -> None:
@@ -555,6 +592,8 @@ def _write_to_placed_slots(original: Callable[..., Any], batch: Any) -> Any:
             batch.req_to_token_pool.write((req.kv.req_pool_idx, columns), slots.to(torch.int32))
             # They are the cache's: what ends the sibling frees none of them.
             req.kv.cache_protected_len = req.prefix_len + num_tokens
+            # A sibling that is preempted and admitted again writes to slots of its own, which it frees.
+            setattr(req, _SIBLING, None)
         start += num_tokens
     if spare:
         batch.tree_cache.token_to_kv_pool_allocator.free(torch.cat(spare).to(torch.int64))

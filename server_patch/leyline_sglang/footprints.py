@@ -90,8 +90,11 @@ class Footprints:
     def record(self, radix: RadixPort, tag: str, sequence: Sequence) -> None:
         """Keep a sequence that was just inserted; one that it goes on from is the same one."""
         closed = self._closed.get(tag)
-        if closed is not None and not closed.forget and closed.successor and not sequence.in_own:
-            tag = closed.successor
+        if closed is not None and closed.successor and not sequence.in_own:
+            if closed.forget:
+                self._pass_on(closed.successor, [sequence], closed.keep)
+            else:
+                tag = closed.successor
         is_closed = tag in self._closed
         if is_closed:
             self._due[tag] = None
@@ -128,7 +131,7 @@ class Footprints:
             self._set(tag, [sequence for sequence in known if sequence.salt != salt])
 
     def close(self, tag: str, *, keep: array[int], forget: bool, scrub: bool, successor: str | None) -> None:
-        """Close a tag. Call `empty` next. Without `forget`, the successor takes over what is shared."""
+        """Close a tag. Call `empty` next. The successor takes over what stays of what is shared."""
         for earlier in self._closed.values():
             # Requests under the conversation's earlier tags may still run.
             if earlier.successor == tag:
@@ -145,11 +148,14 @@ class Footprints:
         idle = [other for other in self._closed if other not in self._due and other != tag]
         for gone in idle[: max(0, len(self._closed) - _MAX_CLOSED)]:
             del self._closed[gone]
-        if not forget and successor is not None:
+        if successor is not None:
             known = self.sequences(tag)
-            self._set(tag, [sequence for sequence in known if sequence.in_own])
             shared = [sequence for sequence in known if not sequence.in_own]
-            self._set(successor, self.sequences(successor) + shared)
+            if forget:
+                self._pass_on(successor, shared, keep)
+            else:
+                self._set(tag, [sequence for sequence in known if sequence.in_own])
+                self._set(successor, self.sequences(successor) + shared)
 
     def due_before(self, successor: str | None) -> list[str]:
         """Return the conversation's closed tags of which something is held still."""
@@ -176,8 +182,10 @@ class Footprints:
             held_until = max(keep_tokens, radix.unlocked_from(path))
             held.append(path.slots[keep_tokens:held_until])
             all_left.append(path.slots[keep_tokens:])
-            if held_until > keep_tokens or (sequence.in_own and len(path)):
-                left = _merged(left, Sequence(*sequence.namespace(), sequence.token_ids[: len(path)]))
+            # What others go on from there stays: it is theirs from now on, whatever becomes of what they go on with.
+            until = len(path) if sequence.in_own else held_until
+            if held_until > keep_tokens or (sequence.in_own and until):
+                left = _merged(left, Sequence(*sequence.namespace(), sequence.token_ids[:until]))
         self._set(tag, left)
         num_held = _num_different(held)
         self._due.pop(tag, None)
@@ -220,6 +228,15 @@ class Footprints:
         if len(slots):
             radix.free(slots)
         return len(slots)
+
+    def _pass_on(self, successor: str, shared: list[Sequence], keep: array[int]) -> None:
+        """Have what stays of shared sequences be the successor's: the request that is to keep it may never come."""
+        known = self.sequences(successor)
+        for sequence in shared:
+            num_kept = common_prefix(sequence.token_ids, keep)
+            if num_kept:
+                known = _merged(known, Sequence(*sequence.namespace(), sequence.token_ids[:num_kept]))
+        self._set(successor, known)
 
     def _set(self, tag: str, sequences: list[Sequence]) -> None:
         known = self._tags.pop(tag, [])

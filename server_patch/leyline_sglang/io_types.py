@@ -90,11 +90,21 @@ class AdmissionRequest(BaseReq, kw_only=True):  # type: ignore[misc,call-arg]
     request_id: str
     cancel: bool = False
     """The request will not come any more."""
+    prompt_tokens: int = 0
+    """Length of its prompt: one that the engine has given up has another."""
     base: bytes = b""
     shared_salt: str | None = None
     own_salt: str = ""
+    has_namespace: bool = False
+    """Whether there was anything under `own_salt` before."""
     from_own: bool = False
     in_place: bool = True
+    num_fills: int = 0
+    """Steps with an R, each of which takes a request slot."""
+    fill_tokens: int = 0
+    """Tokens of all of their R's."""
+    passed_over: int = 0
+    """How often the request was not admitted for want of room; counted alike on every rank."""
     steps: list[tuple[int, int, int, int]] = []  # noqa: RUF012 - msgspec copies the default
     """`removed_start`, `src_start`, `src_end` and `dst_start` of each, left to right."""
 

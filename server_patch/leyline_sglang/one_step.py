@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_ANNOUNCED = 4096
 """Announced requests that have not come; the oldest goes, and is served as any other."""
+_MAX_PASSED_OVER = 100
+"""Batches that a request lets go by until its R's have room beside it; then it is prefilled."""
 _COUNTS = ("moved", "copied", "filled")
 
 _ANNOUNCED: WeakKeyDictionary[Any, OrderedDict[str, AdmissionRequest]] = WeakKeyDictionary()
@@ -51,28 +53,25 @@ def admit(scheduler: Any, adder: Any, req: Any, admit_plainly: Callable[[Any], A
     """Stand around the admission of a request. A process boundary: nothing that goes wrong here stops the scheduler."""
     announced = _ANNOUNCED.get(scheduler)
     request = announced.get(req.rid) if announced else None
-    if announced is None or request is None:
+    # Another caller may have chosen the same id; the tag is put on by the plugin alone.
+    if announced is None or request is None or compat.tag_of(req) != request.own_salt:
         return admit_plainly(req)
-    started = time.perf_counter()
     siblings = _Siblings(scheduler, adder, req, admit_plainly)
-    # The request itself takes one slot, and there may be one sibling a step.
-    if compat.free_request_slots(scheduler, adder) < 1 + len(request.steps) and not compat.nothing_runs(
-        scheduler, adder
-    ):
-        return compat.wait_for_room()
-    try:
-        reply = _take_steps(scheduler, req, request, siblings)
-    except Exception as error:
-        logger.exception("leyline: a splice failed; the request is served without it")
-        reply = AdmissionReply(reason=Reason.INTERNAL_ERROR.value, message=f"{type(error).__name__}: {error}")
+    waits = request.passed_over < _MAX_PASSED_OVER and not compat.nothing_runs(scheduler, adder)
+    if waits and not siblings.have_room(request):
+        request.passed_over += 1
+        return compat.pass_over()
+    started = time.perf_counter()
     del announced[req.rid]
-    try:
+    if compat.is_given_up(req) or len(req.origin_input_ids) != request.prompt_tokens:
+        reply = AdmissionReply(reason=Reason.ABORTED.value, message="the engine has given the request up")
+    else:
+        reply = _take_steps(scheduler, req, request, siblings)
         _choose_namespace(scheduler, req, request, reply)
-    finally:
-        reply.request_id = request.request_id
-        reply.ms = (time.perf_counter() - started) * 1e3
-        compat.tell_tokenizer(scheduler, reply)
-    return admit_plainly(req) if compat.has_budget(adder) else compat.wait_for_room()
+    reply.request_id = request.request_id
+    reply.ms = (time.perf_counter() - started) * 1e3
+    compat.tell_tokenizer(scheduler, reply)
+    return admit_plainly(req) if compat.has_budget(adder) else compat.batch_is_full()
 
 
 def _choose_namespace(scheduler: Any, req: Any, request: AdmissionRequest, reply: AdmissionReply) -> None:
@@ -82,7 +81,7 @@ def _choose_namespace(scheduler: Any, req: Any, request: AdmissionRequest, reply
         reply.new_own = compat.use_namespace(scheduler, req, request.own_salt)
         shared = RadixPort(scheduler.tree_cache).match(req.origin_input_ids, req.extra_key, request.shared_salt)
         reply.new_shared = len(shared)
-        if not reply.new_own or reply.new_shared > reply.new_own:
+        if reply.new_shared > reply.new_own or not (reply.new_own or request.has_namespace):
             compat.use_namespace(scheduler, req, request.shared_salt)
     reply.stages_ms |= stages.ms
 
@@ -108,7 +107,11 @@ def _take_steps(scheduler: Any, req: Any, request: AdmissionRequest, siblings: _
             in_place=request.in_place,
         )
         reply = CacheReply()
-        Transaction(scheduler, move, siblings, base=base, new=req.origin_input_ids).move(reply)
+        try:
+            Transaction(scheduler, move, siblings, base=base, new=req.origin_input_ids).move(reply)
+        except Exception as error:
+            logger.exception("leyline: a splice failed; the request is served without it")
+            reply.reason, reply.message = Reason.INTERNAL_ERROR.value, f"{type(error).__name__}: {error}"
         _add(total, reply)
         if reply.reason:
             if parked_from is not None:
@@ -138,16 +141,25 @@ class _Siblings:
         self._admit_plainly = admit_plainly
         self._admitted: Any = None
 
+    def have_room(self, request: AdmissionRequest) -> bool:
+        """Whether all R's of a request fit beside it into the batch that is being built."""
+        slots = compat.free_request_slots(self._scheduler, self._adder)
+        # One token less: a request that takes the whole budget is cut into chunks.
+        tokens = compat.prefill_budget(self._adder) - 1
+        return not request.num_fills or (slots > request.num_fills and tokens >= request.fill_tokens)
+
     def check_room(self, num_tokens: int) -> None:
         """See `splice.Fill`."""
         if compat.free_request_slots(self._scheduler, self._adder) < 2:
             raise RefusedError(Reason.POOL_FULL, "no request slot is free to compute R beside the request")
-        # One less: a request that takes the whole budget is cut into chunks.
         budget = compat.prefill_budget(self._adder) - 1
         if num_tokens > budget:
             raise RefusedError(
-                Reason.EVICTED, f"{num_tokens} tokens left of the kept run are not cached; this batch takes {budget}"
+                Reason.POOL_FULL, f"{num_tokens} tokens left of the kept run are not cached; this batch takes {budget}"
             )
+        # Each takes a slot twice until the batch is allocated: one that is keyed, one as any sequence of a batch does.
+        if 2 * num_tokens >= compat.free_tokens(self._adder):
+            raise RefusedError(Reason.POOL_FULL, f"no room to compute {num_tokens} tokens beside the request")
 
     def admit(self, token_ids: array[int], prefix: Path) -> None:
         """See `splice.Fill`."""

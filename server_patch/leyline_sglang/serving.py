@@ -95,6 +95,7 @@ class Serving:
     memory: SequenceMemory
     _unsupported: list[str] | None = None
     _not_in_one_step: list[str] = field(default_factory=lambda: ["the scheduler was not asked yet"])
+    _one_batch: dict[str, int] = field(default_factory=dict)
     _admissions: dict[str, asyncio.Future[AdmissionReply]] = field(default_factory=dict)
     """By request id: what the scheduler will say of announced edits."""
     _aborted: dict[str, bool] = field(default_factory=dict)
@@ -132,17 +133,15 @@ class Serving:
         deltas = bool(obj.stream) and compat.streams_deltas(manager)
         outputs: dict[str, array[int]] = {}
         announced = prepared.served.announced if prepared.served else None
-        if announced is not None:
-            self._announce(manager, announced.request)
+        settling = self._announce(manager, prepared, announced, held) if announced else None
         try:
             # Closed with us, so that a caller who leaves is noticed at once.
             async with aclosing(original(manager, obj, http_request)) as stream:
                 async for output in stream:
-                    if announced is not None:
-                        first, announced = announced, None
-                        prepared = await self._settle(manager, prepared, first, output)
+                    if settling is not None and announced is not None:
+                        prepared = await self._settled(manager, prepared, announced, settling, output)
+                        settling = None
                         _show(http_request, prepared)
-                        await held.aclose()
                     for choice in output if isinstance(output, list) else [output]:
                         meta_info, output_ids = choice["meta_info"], array("i", choice.get("output_ids") or [])
                         seen = outputs.get(meta_info["id"])
@@ -154,42 +153,60 @@ class Serving:
                     yield output
         finally:
             # In whatever way the request ended; a cancelled one lands here.
-            if announced is not None:
-                self._withdraw(manager, announced)
-            if outputs or announced is not None:
+            if settling is not None and announced is not None:
+                prepared = self._withdraw(manager, prepared, announced, settling)
+            if outputs or settling is not None:
                 prepared.remember(tuple(outputs.values()))
 
-    def _announce(self, manager: Any, request: AdmissionRequest) -> None:
-        self._admissions[request.request_id] = asyncio.get_running_loop().create_future()
+    def _announce(
+        self, manager: Any, prepared: _Prepared, announced: Announced, held: AsyncExitStack
+    ) -> asyncio.Task[_Prepared]:
+        """Tell the scheduler of the edits; the task ends when it has carried them out, and lets the next turn begin."""
+        future = self._admissions[announced.request.request_id]
+
+        async def settle() -> _Prepared:
+            settled = prepared.served_as(await announced.settle(await future))
+            settled.log()
+            settled.remember(())
+            await held.aclose()
+            return settled
+
         compat.handle_in_tokenizer(manager, AdmissionReply, self._admitted)
-        compat.tell_scheduler(manager, request)
+        compat.tell_scheduler(manager, announced.request)
+        return asyncio.create_task(settle())
 
     def _admitted(self, reply: AdmissionReply) -> None:
         future = self._admissions.get(reply.request_id)
         if future is not None and not future.done():
             future.set_result(reply)
 
-    def _withdraw(self, manager: Any, announced: Announced) -> None:
+    async def _settled(
+        self,
+        manager: Any,
+        prepared: _Prepared,
+        announced: Announced,
+        settling: asyncio.Task[_Prepared],
+        output: Any,
+    ) -> _Prepared:
+        """Return how the request was served, which the scheduler has said before its first output."""
+        if (output["meta_info"].get("finish_reason") or {}).get("type") != "abort":
+            # By another socket, so it may come a little later.
+            await asyncio.wait([settling], timeout=self.config.timeout_s)
+        return self._withdraw(manager, prepared, announced, settling)
+
+    def _withdraw(
+        self, manager: Any, prepared: _Prepared, announced: Announced, settling: asyncio.Task[_Prepared]
+    ) -> _Prepared:
         """Wait no longer for what the scheduler says; what it has not done yet it is not to do."""
         request_id = announced.request.request_id
-        if not self._admissions.pop(request_id).done():
+        self._admissions.pop(request_id, None)
+        if not settling.done():
+            settling.cancel()
             compat.tell_scheduler(manager, AdmissionRequest(request_id=request_id, cancel=True))
-
-    async def _settle(self, manager: Any, prepared: _Prepared, announced: Announced, output: Any) -> _Prepared:
-        """Take what the scheduler said of the edits, which it sent before the first output."""
-        future = self._admissions[announced.request.request_id]
-        ended = (output["meta_info"].get("finish_reason") or {}).get("type") == "abort"
-        try:
-            if not ended:
-                # Another socket: it may come a little later.
-                await asyncio.wait_for(future, self.config.timeout_s)
-            if future.done():
-                prepared = prepared.served_as(await announced.settle(future.result()))
-        except TimeoutError:
-            logger.error("leyline: the scheduler never said what became of the edits of a request")
-        finally:
-            self._withdraw(manager, announced)
-        prepared.log()
+        elif settling.exception() is None:
+            return settling.result()
+        else:
+            logger.error("leyline: what became of announced edits is not known", exc_info=settling.exception())
         prepared.remember(())
         return prepared
 
@@ -226,6 +243,7 @@ class Serving:
                 return [reply.message]
             answer = json.loads(reply.message)
             self._unsupported, self._not_in_one_step = answer["unsupported"], answer["not_in_one_step"]
+            self._one_batch = answer["one_batch"]
         return self._unsupported
 
     async def splice(self, manager: Any, http_request: Any, body: SpliceRequest) -> SpliceReply:
@@ -411,8 +429,9 @@ class Serving:
         # What aborts the request of a caller who leaves asks for it, and the engine sets it only later.
         obj.is_single = True
         turn = self._turn(generate, manager, obj, http_request, conversation, prompt_ids, note.turn, rid)
-        if not self.not_in_one_step() and obj.rid == rid:
-            turn.request_id = rid
+        if not self.not_in_one_step() and obj.rid == rid and _num_choices(obj) == 1 and rid not in self._admissions:
+            turn.request_id, turn.one_batch = rid, self._one_batch
+            self._admissions[rid] = asyncio.get_running_loop().create_future()
         self._aborted[rid] = False
         served = None
         try:
@@ -433,6 +452,8 @@ class Serving:
         finally:
             if served is None or served.announced is None:
                 await held.aclose()
+                if turn.request_id is not None:
+                    self._admissions.pop(rid, None)
             if self._aborted.pop(rid, False):
                 self._in_background(_abort_when_dispatched(manager, rid))
 

@@ -65,7 +65,9 @@ def handle(scheduler: Any, request: CacheRequest) -> CacheReply:
         if request.capabilities:
             unsupported = compat.unsupported(scheduler)
             not_in_one_step = [] if unsupported else compat.not_in_one_step(scheduler)
-            return CacheReply(message=json.dumps({"unsupported": unsupported, "not_in_one_step": not_in_one_step}))
+            one_batch = {} if unsupported else compat.one_batch(scheduler)
+            said = {"unsupported": unsupported, "not_in_one_step": not_in_one_step, "one_batch": one_batch}
+            return CacheReply(message=json.dumps(said))
         reply = Transaction(scheduler, request).run()
     except Exception as error:
         logger.exception("leyline: a splice failed; the request is served without it")
@@ -300,6 +302,7 @@ class Transaction:
         if num_filled and self._fill is not None:
             self._fill.check_room(num_filled)
         target_ids = self._new[: request.dst_start + num_kept]
+        assert len(target_ids) == request.dst_start + num_kept, "the kept run ends beyond the prompt"
         matched = min(len(target), len(target_ids))
         if matched == len(target_ids):
             return

@@ -98,6 +98,8 @@ class Turn:
     """Rows from here on are left to the request: a server computes at least the last token of a prompt."""
     request_id: str | None = None
     """Of the request, if its edits may be carried out as it is admitted."""
+    one_batch: dict[str, int] = field(default_factory=dict)
+    """What a batch can hold at most (`compat.one_batch`)."""
     _started: float = field(default_factory=time.perf_counter)
     _prefilled: int = 0
     _moved: int = 0
@@ -179,8 +181,7 @@ class Turn:
         if not steps and plan.first_forget is None:
             left = tuple(edit for edit in edits if edit.position < plan.prefix_tokens)
             return await self._serve(Status.UNCHANGED, edits=left)
-        all_of_them = plan.first_forget is None and len(plan.steps) <= self.config.max_directives
-        if self.request_id is not None and all_of_them and _is_small(plan, steps):
+        if self._fits_one_step(plan, steps):
             return self._announce(base_ids, directives, plan, steps, base_in_own, edits)
         done, reason, message, look = await self._take_steps(base_ids, plan, steps, base_in_own)
         if reason is None and len(plan.steps[: plan.first_forget]) > self.config.max_directives:
@@ -194,6 +195,15 @@ class Turn:
             await self._close_namespace(keep_tokens=trim, forget=True, scrub=scrub)
             look = None
         return await self._spliced(directives, plan, steps, done, reason, message, edits, kept, look, trim)
+
+    def _fits_one_step(self, plan: SplicePlan, steps: list[SpliceStep]) -> bool:
+        """Whether all of an edit is done as the request is admitted, and its R's fit beside it into one batch."""
+        all_of_them = plan.first_forget is None and len(plan.steps) <= self.config.max_directives
+        if self.request_id is None or not all_of_them or len(steps) > _ONE_STEP_DIRECTIVES:
+            return False
+        fills = _fills(plan, steps)
+        fit = 1 + sum(map(bool, fills)) <= self.one_batch["requests"] and 2 * sum(fills) <= self.one_batch["tokens"]
+        return fit and sum(fills) <= _ONE_STEP_TOKENS
 
     def _announce(
         self,
@@ -210,10 +220,14 @@ class Turn:
         had_namespace, conversation.has_namespace = conversation.has_namespace, True
         request = AdmissionRequest(
             request_id=self.request_id,
+            prompt_tokens=len(self.new_ids),
             base=pack(base_ids),
             shared_salt=conversation.scope[1],
             own_salt=self.own_salt,
+            has_namespace=had_namespace,
             from_own=base_in_own,
+            num_fills=sum(1 for tokens in _fills(plan, steps) if tokens),
+            fill_tokens=sum(_fills(plan, steps)),
             in_place=self.config.in_place,
             steps=[self._positions(step) for step in steps],
         )
@@ -470,10 +484,14 @@ class Turn:
         return Served(outcome, self._salt(in_own), self.own_salt, self.conversation.nonce, edits[-_MAX_EDITS:], in_own)
 
 
-def _is_small(plan: SplicePlan, steps: list[SpliceStep]) -> bool:
-    """Whether all of an edit fits beside its request in one batch."""
-    filled = sum(len(step.replacement) for step in plan.steps[: steps[-1].directive_idx + 1]) if steps else 0
-    return 0 < len(steps) <= _ONE_STEP_DIRECTIVES and filled <= _ONE_STEP_TOKENS
+def _fills(plan: SplicePlan, steps: list[SpliceStep]) -> list[int]:
+    """Return for each step how many tokens of R stand left of its kept run and right of the one before."""
+    first = 0
+    fills = []
+    for step in steps:
+        fills.append(sum(len(other.replacement) for other in plan.steps[first : step.directive_idx + 1]))
+        first = step.directive_idx + 1
+    return fills
 
 
 def _num_shown(directives: list[Directive], steps: list[SpliceStep], first_forget: int | None) -> int:

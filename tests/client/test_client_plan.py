@@ -12,7 +12,7 @@ import pytest
 from leyline_agent import Client, Conversation, PlanError, Policy, SpliceTransportError, Usage
 from leyline_agent.core.plan import apply_directives
 from leyline_agent.core.protocol import hash_token_ids
-from leyline_agent.tokenizers import LocalTokenizer, ServerTokenizer
+from leyline_agent.tokenizers import LocalTokenizer, ServerTokenizer, template_tools
 
 MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": "read f"},
@@ -131,11 +131,72 @@ def test_local_tokenizer_gives_the_template_what_sglang_gives_it() -> None:
     message = {
         "role": "assistant",
         "content": None,
+        "reasoning_content": None,
         "tool_calls": [{"function": {"name": "r", "arguments": '{"p": 1}'}}],
     }
     LocalTokenizer(Template()).render([message], chat_template_kwargs={"t": 1}, tool_choice="auto")
     assert seen["messages"][0]["content"] == ""
+    assert "reasoning_content" not in seen["messages"][0]
     assert seen["messages"][0]["tool_calls"][0]["function"]["arguments"] == {"p": 1}
     assert message["content"] is None
     assert (seen["t"], seen["add_generation_prompt"], seen["tools"]) == (1, True, None)
     assert "tool_choice" not in seen
+
+
+_SCHEMA = {"type": "object"}
+
+
+# What `ChatCompletionRequest.model_validate(body).tools[0].model_dump()` of SGLang 0.5.23 gives, its order included.
+@pytest.mark.parametrize(
+    ("tool", "function", "defer_loading"),
+    [
+        pytest.param(
+            {"function": {"name": "f"}}, {"name": "f", "description": None, "parameters": None}, None, id="bare"
+        ),
+        pytest.param(
+            {"type": "function", "function": {"parameters": _SCHEMA, "strict": True, "description": "d", "name": "f"}},
+            {"parameters": _SCHEMA, "strict": True, "description": "d", "name": "f"},
+            None,
+            id="order_is_kept",
+        ),
+        pytest.param(
+            {"function": {"strict": None, "name": "f", "defer_loading": None, "returns": {}}, "extra": 1},
+            {"name": "f", "description": None, "parameters": None},
+            None,
+            id="nulls_and_unknown_fields_go",
+        ),
+        pytest.param(
+            {"defer_loading": True, "function": {"name": "f"}},
+            {"name": "f", "description": None, "parameters": None, "defer_loading": True},
+            True,
+            id="defer_loading_is_handed_down",
+        ),
+        pytest.param(
+            {"defer_loading": True, "function": {"defer_loading": False, "name": "f"}},
+            {"defer_loading": False, "name": "f", "description": None, "parameters": None},
+            True,
+            id="defer_loading_of_its_own",
+        ),
+    ],
+)
+def test_template_sees_a_tool_as_sglang_passes_it(
+    tool: dict[str, Any], function: dict[str, Any], defer_loading: bool | None
+) -> None:
+    expected = [{"type": "function", "function": function, "defer_loading": defer_loading}]
+    # As JSON, since a template writes fields in their order.
+    assert json.dumps(template_tools([tool])) == json.dumps(expected)
+
+
+@pytest.mark.parametrize(
+    ("tool_choice", "names"),
+    [
+        (None, ["f", "g"]),
+        ("auto", ["f", "g"]),
+        ("required", ["f", "g"]),
+        ("none", None),
+        ({"type": "function", "function": {"name": "g"}}, ["g"]),
+    ],
+)
+def test_template_sees_the_tools_that_may_be_called(tool_choice: Any, names: list[str] | None) -> None:
+    seen = template_tools([{"function": {"name": "f"}}, {"function": {"name": "g"}}], tool_choice)
+    assert (seen and [tool["function"]["name"] for tool in seen]) == names

@@ -70,11 +70,14 @@ class Mirror:
     def record(self, tag: str, namespace: Namespace, token_ids: Sequence[int]) -> None:
         """Take note of what a tag has put into a shared namespace."""
         closed = self.closed.get(tag)
-        if closed is not None and not closed.forget and closed.successor is not None and not is_own(namespace):
-            tag = closed.successor
+        if closed is not None and closed.successor is not None and not is_own(namespace):
+            if closed.forget:
+                self.record(closed.successor, namespace, token_ids[: common_prefix(token_ids, closed.keep)])
+            else:
+                tag = closed.successor
         if tag in self.closed:
             self._due.add(tag)
-        if is_own(namespace):
+        if is_own(namespace) or not token_ids:
             return
         ids = tuple(token_ids)
         known = self._shared.setdefault(tag, [])
@@ -126,9 +129,10 @@ class Mirror:
         if closed.forget:
             left: list[tuple[Namespace, tuple[int, ...]]] = []
             for namespace, token_ids in self._shared.get(tag, ()):
-                path = self.model.match(namespace, token_ids)
-                if any(node.num_holds for node in path[common_prefix(token_ids, closed.keep) :]):
-                    left.append((namespace, token_ids[: len(path)]))
+                # What holds a row holds all those left of it. What others go on from is theirs from now on.
+                num_held = sum(1 for node in self.model.match(namespace, token_ids) if node.num_holds)
+                if num_held > common_prefix(token_ids, closed.keep):
+                    left.append((namespace, token_ids[:num_held]))
             self._shared[tag] = left
         is_due = any(node.num_holds for node in self._candidates(tag, ()))
         (self._due.add if is_due else self._due.discard)(tag)
@@ -214,9 +218,13 @@ class Mirror:
                     earlier.forget, earlier.keep = True, new[:kept]
                     earlier.scrub |= request.scrub
         self.closed[tag] = Closed(new, request.forget, request.scrub, request.own_salt)
-        if not request.forget and request.own_salt is not None:
-            for namespace, token_ids in self._shared.pop(tag, []):
-                self.record(request.own_salt, namespace, token_ids)
+        if request.own_salt is not None:
+            # What stays in a shared namespace is the conversation's still, for a later forget.
+            for namespace, token_ids in self._shared.get(tag, ()):
+                kept = common_prefix(token_ids, new) if request.forget else len(token_ids)
+                self.record(request.own_salt, namespace, token_ids[:kept])
+            if not request.forget:
+                self._shared.pop(tag, None)
 
     def _hand_over(self, request: CacheRequest, tag: str, keep: array[int], freed: set[int], available: int) -> int:
         """Move the kept head to the new namespace; return how many rows were evicted for that."""

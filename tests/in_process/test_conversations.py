@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from leyline_agent.core.plan import apply_directives
-from leyline_agent.core.protocol import Directive, Purge, hash_token_ids
+from leyline_agent.core.protocol import Directive, Mode, Purge, hash_token_ids
 from tests.in_process.clients import Chat, Client
 from tests.in_process.harness import World
 
@@ -52,6 +52,16 @@ def test_a_forget_reaches_what_an_explicit_splice_has_prefilled(world: World, cl
     client.chat(PROMPT)
     client.splice(PROMPT, [CUT])
     client.splice([1, 2, 9, 5, 6, 7, 8], [Directive(start=3, end=4, replacement_ids=(20,))])
+    client.chat([1, 2], forget="all")
+    assert cached(world) == {1, 2}
+
+
+def test_a_forget_reaches_what_an_earlier_one_has_kept_for_a_prompt_that_never_came(
+    world: World, client: Client
+) -> None:
+    client.chat(PROMPT)
+    client.splice(PROMPT, [Directive(start=4, end=6, replacement_ids=(9,), mode=Mode.FORGET)])
+    assert cached(world) == {1, 2, 3, 4}
     client.chat([1, 2], forget="all")
     assert cached(world) == {1, 2}
 

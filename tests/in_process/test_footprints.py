@@ -160,3 +160,20 @@ def test_branches_that_one_request_holds_are_remembered_once(world: World) -> No
     radix.unlock(lock)
     footprints.retry(world.scheduler, radix, has_ended=False)
     assert _cached(world, [1, 2, 3]) == 0
+
+
+def test_what_others_went_on_from_is_not_dropped_when_somebody_caches_it_again(world: World) -> None:
+    """Of a forgotten sequence a request holds a part, and another conversation goes on from all of it."""
+    footprints, radix = Footprints(), RadixPort(world.tree)
+    _cache(world, footprints, MINE, [1, 2, 3, 4])
+    _cache(world, footprints, OTHER, [1, 2, 3, 4, 5, 6])
+    lock = radix.lock(radix.match(array("q", [1, 2]), None, None))
+    footprints.close(MINE, keep=array("q"), forget=True, scrub=False, successor=None)
+    purge = footprints.empty(radix, MINE)
+    assert (purge.dropped_tokens, purge.held_tokens, purge.shared_tokens) == (0, 2, 2)
+    footprints.close(OTHER, keep=array("q"), forget=True, scrub=False, successor=None)
+    assert footprints.empty(radix, OTHER).dropped_tokens == 4
+    _cache(world, footprints, "leyline-third", [1, 2, 3])
+    radix.unlock(lock)
+    footprints.retry(world.scheduler, radix, has_ended=True)
+    assert _cached(world, [1, 2, 3]) == 3

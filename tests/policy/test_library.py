@@ -45,6 +45,8 @@ def test_each_says_when_to_use_it_what_it_costs_and_what_it_risks(entry: Any) ->
 
     assert all((entry.when, entry.cost, entry.risk))
     assert (policy.name, entry.description) == (entry.name, policy.description)
+    # What `leyline policies` shows of it in a line.
+    assert len(entry.description) <= 69
 
 
 @pytest.mark.parametrize("name", [*_NAMES, "stale_calls"])

@@ -298,10 +298,17 @@ def test_a_mistake_shows_the_line_and_marks_the_place() -> None:
     with pytest.raises(PolicyError) as caught:
         parse_policy(_with("role:", "rol:"))
 
-    assert str(caught.value).splitlines()[1:] == [
+    assert str(caught.value).splitlines()[-2:] == [
         "  4 |     select: {rol: tool, older_than: {turns: 2}}",
         "    |              ^",
     ]
+
+
+def test_a_long_list_of_keys_fits_the_width_of_a_page() -> None:
+    with pytest.raises(PolicyError, match="older_than") as caught:
+        parse_policy(_with("role:", "rol:"), file="policy.yaml")
+
+    assert max(map(len, str(caught.value).splitlines())) <= 100
 
 
 def test_a_rule_with_another_trigger_may_follow_one_that_drops_everything() -> None:

@@ -111,15 +111,39 @@ def test_a_long_replacement_is_computed_in_a_batch_of_its_own(live: Live) -> Non
     assert answer.outcome["prefilled_tokens"] == 600
 
 
-def test_several_choices_are_served_in_two_steps(live: Live) -> None:
+@pytest.mark.parametrize("rid", [None, "of_two"], ids=["unnamed", "named"])
+def test_several_choices_are_served_in_two_steps(live: Live, rid: str | None) -> None:
     conversation, base = _begin(live)
-    response = live.http.post(
-        "/generate", json=live.body(_edited(live, base), note(conversation, "2", "1"), sampling={"n": 2})
-    )
+    body = live.body(_edited(live, base), note(conversation, "2", "1"), sampling={"n": 2}, rid=rid)
+    response = live.http.post("/generate", json=body)
     assert response.status_code == 200
     for choice in response.json():
         assert choice["meta_info"]["leyline"]["status"] == "spliced"
         assert "prefill" in choice["meta_info"]["leyline"]["stages_ms"]
+
+
+@pytest.mark.parametrize("num_edits", [1, 2], ids=["copied", "in_place"])
+def test_a_request_that_the_engine_gives_up_moves_nothing(live: Live, num_edits: int) -> None:
+    """The engine admits it with another prompt, to end it."""
+    conversation, base = _begin(live)
+    turn = "1"
+    if num_edits == 2:
+        first = live.generate(base[:50] + base[60:], note(conversation, "1b", "1"))
+        base, turn = base[:50] + base[60:] + first.output_ids[:-1], "1b"
+    prompt = _edited(live, base)
+    live.http.post("/generate", json=live.body(prompt, note(conversation, "2", turn), sampling={"regex": "("}))
+    again = live.generate(prompt, note(conversation, "3", turn))
+    assert _status(again) == "spliced"
+
+
+def test_the_next_turn_waits_for_the_edits_only(live: Live) -> None:
+    conversation, base = _begin(live)
+    long = live.send(_edited(live, base), note(conversation, "2", "1"), max_new_tokens=400)
+    live.wait_until(lambda: live.counts()["running"] > 0)
+    other = live.generate(base[:60] + live.ids(3, 5) + base[90:], note(conversation, "2b", "1"))
+    assert _status(other) == "spliced"
+    assert not long.done(), "the other turn waited until this one had ended"
+    assert len(long.result().output_ids) == 400
 
 
 @pytest.mark.parametrize("edits", [1, 2], ids=["copied", "in_place"])
@@ -146,6 +170,20 @@ def test_an_evicted_base_costs_a_prefill(live: Live) -> None:
     live.evict(base, 120)
     answer = live.generate(prompt, note(conversation, "2", "1"))
     assert (_status(answer), answer.output_ids) == ("evicted", plain)
+
+
+def test_a_request_of_somebody_else_under_the_same_id_is_served_as_any_other(live: Live) -> None:
+    conversation, base = _begin(live)
+    prompt = _edited(live, base)
+    live.generate(prompt, note(conversation, "2", "1"))
+    announced = {"announce": "same", "ids": prompt, "conversation": conversation}
+    live.http.post("/probe", json=announced).raise_for_status()
+    mine = live.generate(prompt, rid="same")
+    # What is shared of it lies left of the edit; the spliced rows are in the conversation's own namespace.
+    assert mine.cached_tokens <= 100 + 7
+    assert live.counts()["announced"] == 1, "somebody else's edits were taken"
+    live.http.post("/probe", json=announced | {"cancel": True}).raise_for_status()
+    live.wait_until(lambda: live.counts()["announced"] == 0)
 
 
 def test_two_turns_at_once_are_spliced_one_after_the_other(live: Live) -> None:
@@ -177,13 +215,12 @@ def test_a_request_without_room_for_its_r_waits(narrow: Live) -> None:
     assert all(len(other.result().output_ids) == 60 for other in others)
 
 
-def test_what_never_has_room_is_prefilled(narrow: Live) -> None:
+def test_what_no_batch_has_room_for_takes_two_steps(narrow: Live) -> None:
     conversation, base = _begin(narrow)
     prompt = base[:50] + narrow.ids(3, 1) + base[80:150] + narrow.ids(3, 2) + base[180:] + narrow.ids(5, 3)
     answer = narrow.generate(prompt, note(conversation, "2", "1"))
-    assert _status(answer) == "pool_full"
-    assert answer.outcome is not None
-    assert (answer.outcome["status"], answer.outcome["moved_tokens"]) == ("partial", 70)
+    assert _status(answer) == "spliced"
+    assert not _in_one_step(answer)
 
 
 @pytest.mark.parametrize("how", ["leaves", "aborts"])
@@ -202,6 +239,6 @@ def test_a_request_that_ends_before_it_is_admitted(narrow: Live, how: str) -> No
         live.http.post("/abort_request", json={"rid": "mine"})
         assert _status(answer.result()) == "aborted"
     live.wait_until(lambda: live.counts()["announced"] == 0)
+    assert len(busy.result().output_ids) == 300
     again = live.generate(prompt, note(conversation, "3", "1"))
     assert _status(again) == "spliced"
-    assert len(busy.result().output_ids) == 300

@@ -26,7 +26,12 @@ SERVERS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "default": ((), {}),
     "bounded": (
         ("--max-total-tokens", "2000"),
-        {"LEYLINE_TIMEOUT_S": "3", "LEYLINE_DIFF_BUDGET": "1500", "LEYLINE_MAX_DIRECTIVES": "2"},
+        {
+            "LEYLINE_TIMEOUT_S": "3",
+            "LEYLINE_DIFF_BUDGET": "1500",
+            "LEYLINE_MAX_DIRECTIVES": "2",
+            "LEYLINE_ONE_STEP": "0",
+        },
     ),
     "switched_off": ((), {"LEYLINE_ENABLED": "0"}),
     "pages": (("--page-size", "16"), {}),
@@ -133,7 +138,12 @@ def _directives_served_plain(*directives: dict[str, Any]) -> Callable[[Scene], N
 
 
 def _evicted(scene: Scene) -> None:
-    """After the check whether the base is cached, and before its rows move."""
+    """After the check whether the base is cached, and before its rows move; in one step there is nothing between."""
+    if not scene.live.http.get("/leyline/capabilities").json()["not_in_one_step"]:
+        scene.live.evict(scene.cached_base, 60)
+        scene.look()
+        scene.is_served_plain(scene.turn())
+        return
     with scene.live.stopped("before_move") as stop:
         answer = scene.live.send(scene.edited, note(scene.conversation, "2", "1"))
         stop.wait()
@@ -288,7 +298,8 @@ ROUTES: dict[Reason, Callable[[Scene], None]] = {
 }
 """How a call of one of our routes comes to be refused."""
 
-_TAKES_A_BOUND = {Reason.POOL_FULL, Reason.DIFF_BUDGET, Reason.TOO_MANY_DIRECTIVES, Reason.TIMEOUT}
+_TAKES_A_BOUND = {Reason.POOL_FULL, Reason.DIFF_BUDGET, Reason.TOO_MANY_DIRECTIVES, Reason.TIMEOUT, Reason.ABORTED}
+"""Or two steps, between which something comes; the server with the bounds takes two."""
 _ONLY_ON = {Reason.DISABLED: "switched_off", Reason.UNSUPPORTED_SERVER: "pages"}
 CASES = [
     pytest.param(server, reason, bring_about, id=f"{server}-{how}-{reason}")

@@ -283,7 +283,7 @@ def _own_salt(body: dict[str, Any]) -> str:
 
 def activate() -> None:
     """Register the message everywhere and the route in the HTTP process."""
-    from leyline_sglang.io_types import pack
+    from leyline_sglang.io_types import AdmissionRequest, pack
     from sglang.srt.managers import io_struct, tokenizer_control_mixin
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -313,6 +313,18 @@ def activate() -> None:
             return await _PAUSES.wait(body["wait"], body["timeout_s"])
         if "resume" in body:
             return _PAUSES.resume(body["resume"])
+        if "announce" in body:
+            # As if a request of that id were about to come with edits of this conversation.
+            steps = [(0, 1, len(body["ids"]), 0)]
+            announced = AdmissionRequest(
+                request_id=body["announce"],
+                cancel=body.get("cancel", False),
+                base=pack(body["ids"]),
+                own_salt=_own_salt(body),
+                from_own=True,
+                steps=steps,
+            )
+            return compat.tell_scheduler(compat.tokenizer_manager(), announced)
         if body.get("last_prompt"):
             return {"ids": next(reversed(_conversation(body).turns.values())).prompt_ids.tolist()}
         ask = ProbeRequest(
