@@ -35,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code: int = args.run(args)
+        # What is still buffered is written here, where a closed pipe is expected, not as the interpreter exits.
+        sys.stdout.flush()
     except (LeylineError, UnusableError) as error:
         print(f"leyline: {error}", file=sys.stderr)
         return 2 if isinstance(error, UnusableError | SpliceTransportError) else 1
