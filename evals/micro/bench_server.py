@@ -8,24 +8,21 @@ from __future__ import annotations
 import base64
 import http.client
 import json
-import math
-import platform
 import random
 import re
 import secrets
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 
+from evals.micro.result_rows import about as machine
 from leyline_agent.errors import LeylineError
 
 PATHS = ("one_step", "two_steps")
@@ -270,11 +267,6 @@ def fresh(rng: random.Random, num_tokens: int) -> list[int]:
     return [rng.randrange(*_TOKENS) for _ in range(num_tokens)]
 
 
-def percentile(values: Sequence[float], percent: int) -> float:
-    """Return the smallest of the values that `percent` of them do not exceed."""
-    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
-
-
 def about(server: Server, arguments: Sequence[str], module: str, *, commit: str | None, seed: int) -> dict[str, Any]:
     """Return what every row of results names: command, hardware, versions, the pool, and any fault switched on."""
     server.check_plugin()
@@ -282,13 +274,8 @@ def about(server: Server, arguments: Sequence[str], module: str, *, commit: str 
     names = ("device", "dtype", "layers", "kv_lora_rank", "qk_rope_head_dim", "overlap", "fault", "one_step")
     return {
         **{name: state[name] for name in names},
-        "gpu": _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader"),
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        **{package: _version(package) for package in ("torch", "triton", "sglang")},
-        "python": platform.python_version(),
-        "git": commit or _output("git", "describe", "--always", "--dirty"),
+        **machine(commit, " ".join(["python -m", module, *arguments])),
         "seed": seed,
-        "command": " ".join(["python -m", module, *arguments]),
     }
 
 
@@ -321,17 +308,3 @@ def _body(token_ids: Any, max_new_tokens: int, note: Any = None) -> dict[str, An
     if note is not None:
         params["custom_params"] = {"leyline": json.dumps(note)}
     return {"input_ids": list(token_ids), "sampling_params": params}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _output(*command: str) -> str | None:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() or None
-    except (OSError, subprocess.CalledProcessError):
-        return None

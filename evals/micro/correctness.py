@@ -31,8 +31,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from evals.micro.bench_server import BenchError, about, append_row, percentile, say
+from evals.micro.bench_server import BenchError, about, append_row, say
 from evals.micro.known_answers import WRONG_BY, Batches, Case, Judged, Verdict, run_round
+from evals.micro.result_rows import percentile
 
 LISTENING_SHARE = 0.9
 WRONG_AGREEMENT = 0.5

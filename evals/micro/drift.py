@@ -27,7 +27,7 @@ from leyline_kernels.layer_buffers import LayerBuffers
 from leyline_kernels.layout import MlaLayout
 from leyline_kernels.rope_tables import move_table
 
-from evals.micro.rotate import about
+from evals.micro.result_rows import about
 from evals.micro.shapes import MODELS, inv_freq, model_config
 
 EDITS = (1, 2, 4, 8, 16, 32, 64)

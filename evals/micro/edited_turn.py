@@ -28,7 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evals.micro.bench_server import PATHS, Answer, BenchError, Server, Talk, about, append_row, fresh, percentile, say
+from evals.micro.bench_server import PATHS, Answer, BenchError, Server, Talk, about, append_row, fresh, say
+from evals.micro.result_rows import percentile
 
 HIT_BAR = 1.15
 REPREFILL_BAR = 10.0

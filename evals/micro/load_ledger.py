@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from evals.micro.bench_server import percentile
+from evals.micro.result_rows import percentile
 from evals.micro.row_check import Fresh, Moved
 
 MAX_LOGPROB_DIFFERENCE = 1e-4

@@ -18,14 +18,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +33,7 @@ from leyline_kernels.layer_buffers import LayerBuffers
 from leyline_kernels.layout import MlaLayout
 from leyline_kernels.rope_tables import move_table
 
+from evals.micro.result_rows import about
 from evals.micro.shapes import MODELS, model_config
 
 NUM_SLOTS = (128, 1024, 4096, 16_384, 65_536, 131_072)
@@ -295,34 +293,6 @@ def measure(
         yield row
 
 
-def about(git: str | None, command: str = "python -m evals.micro.rotate") -> dict[str, Any]:
-    """Return what every row says of the machine and the versions."""
-    return {
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "torch": torch.__version__,
-        "triton": _version("triton"),
-        "sglang": _version("sglang"),
-        "python": platform.python_version(),
-        "git": git or _output("git", "describe", "--always", "--dirty"),
-        "command": command,
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _output(*command: str) -> str | None:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        return None
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a row for the ceiling and one for each shape, path, order, number of slots and backend."""
     parser = argparse.ArgumentParser(prog="python -m evals.micro.rotate", description="Time the rotation kernel.")
@@ -338,7 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = options.shapes or (QUICK_SHAPES if options.quick else MODELS)
     sizes = QUICK_NUM_SLOTS if options.quick else NUM_SLOTS
 
-    facts = about(options.git)
+    facts = about(options.git, "python -m evals.micro.rotate")
     began = time.perf_counter()
     top = ceiling(options.runs)
     print(json.dumps({**top, **facts}), flush=True)

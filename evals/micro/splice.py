@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import random
@@ -29,6 +28,7 @@ from typing import Any
 
 import httpx
 
+from evals.micro.result_rows import percentile
 from evals.models.random_mla import ensure_model
 from evals.serving import serve
 from leyline_agent.core.protocol import CONVERSATION_HEADER, OUTCOME_HEADER, ConversationState, Outcome, Status
@@ -59,11 +59,6 @@ def next_prompt(prompt: Sequence[int], rng: random.Random) -> list[int]:
     kept = prompt[PREFIX_TOKENS + DROPPED_TOKENS :]
     appended = _fresh(rng, DROPPED_TOKENS - REPLACEMENT_TOKENS)
     return [*prompt[:PREFIX_TOKENS], *_fresh(rng, REPLACEMENT_TOKENS), *kept, *appended]
-
-
-def percentile(values: Sequence[float], percent: int) -> float:
-    """Return the smallest of the values that `percent` of them do not exceed."""
-    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
 def is_in_place(state: ConversationState) -> bool:

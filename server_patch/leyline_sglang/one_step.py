@@ -63,12 +63,15 @@ def admit(scheduler: Any, adder: Any, req: Any, admit_plainly: Callable[[Any], A
         return compat.pass_over()
     started = time.perf_counter()
     del announced[req.rid]
-    if compat.is_given_up(req) or len(req.origin_input_ids) != request.prompt_tokens:
-        reply = AdmissionReply(reason=Reason.ABORTED.value, message="the engine has given the request up")
-    else:
-        reply = _take_steps(scheduler, req, request, siblings)
-        _choose_namespace(scheduler, req, request, reply)
-    reply.request_id = request.request_id
+    reply = AdmissionReply(request_id=request.request_id)
+    try:
+        if compat.is_given_up(req) or len(req.origin_input_ids) != request.prompt_tokens:
+            reply.reason, reply.message = Reason.ABORTED.value, "the engine has given the request up"
+        else:
+            _take_steps(scheduler, req, request, siblings, reply)
+            _choose_namespace(scheduler, req, request, reply)
+    except Exception as error:
+        _say_failed(reply, error)
     reply.ms = (time.perf_counter() - started) * 1e3
     compat.tell_tokenizer(scheduler, reply)
     return admit_plainly(req) if compat.has_budget(adder) else compat.batch_is_full()
@@ -86,9 +89,15 @@ def _choose_namespace(scheduler: Any, req: Any, request: AdmissionRequest, reply
     reply.stages_ms |= stages.ms
 
 
-def _take_steps(scheduler: Any, req: Any, request: AdmissionRequest, siblings: _Siblings) -> AdmissionReply:
-    """Take steps from the left until one is refused."""
-    total = AdmissionReply()
+def _say_failed(reply: CacheReply, error: Exception) -> None:
+    logger.exception("leyline: a splice failed; the request is served without it", exc_info=error)
+    reply.reason, reply.message = Reason.INTERNAL_ERROR.value, f"{type(error).__name__}: {error}"
+
+
+def _take_steps(
+    scheduler: Any, req: Any, request: AdmissionRequest, siblings: _Siblings, total: AdmissionReply
+) -> None:
+    """Take steps from the left until one is refused, and add up in `total` what was done."""
     base = unpack(request.base)
     common = {"extra_key": req.extra_key, "shared_salt": request.shared_salt, "own_salt": request.own_salt}
     parked_from: int | None = None
@@ -110,15 +119,14 @@ def _take_steps(scheduler: Any, req: Any, request: AdmissionRequest, siblings: _
         try:
             Transaction(scheduler, move, siblings, base=base, new=req.origin_input_ids).move(reply)
         except Exception as error:
-            logger.exception("leyline: a splice failed; the request is served without it")
-            reply.reason, reply.message = Reason.INTERNAL_ERROR.value, f"{type(error).__name__}: {error}"
+            # What the steps before have done stays, and is told.
+            _say_failed(reply, error)
         _add(total, reply)
         if reply.reason:
             if parked_from is not None:
                 Transaction(scheduler, CacheRequest(**common, drop_parked=True)).run()
             break
         total.steps_done, parked_from = idx + 1, reply.parked_from
-    return total
 
 
 def _add(total: AdmissionReply, reply: CacheReply) -> None:

@@ -195,9 +195,9 @@ class Live:
         finally:
             self._probe("unlock")
 
-    def break_kernel(self) -> None:
-        """Have the next copy of rows fail half-way."""
-        self._probe("break_kernel")
+    def break_kernel(self, *, skip: int = 0) -> None:
+        """Have the next copy of rows fail half-way, after `skip` that do not."""
+        self._probe("break_kernel", skip=skip)
 
     def snapshot(self) -> Snapshot:
         found = self._probe("snapshot")

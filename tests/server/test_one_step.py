@@ -163,6 +163,20 @@ def test_a_kernel_that_fails_costs_a_prefill(live: Live, edits: int) -> None:
     assert later.cached_tokens >= len(prompt)
 
 
+def test_what_was_done_before_a_failure_stays_and_can_be_forgotten(live: Live) -> None:
+    conversation, base = _begin(live)
+    first = base[:50] + base[60:]
+    live.generate(first, note(conversation, "1b", "1"))
+    # Both runs turn where they are; the second fails.
+    prompt = first[:80] + live.ids(3, 1) + first[90:150] + live.ids(4, 2) + first[170:] + live.ids(5, 3)
+    live.break_kernel(skip=1)
+    answer = live.generate(prompt, note(conversation, "2", "1b"))
+    assert answer.outcome is not None
+    assert (answer.outcome["status"], answer.outcome["reason"]) == ("partial", "internal_error")
+    assert answer.outcome["moved_tokens"] == 60
+    assert len(live.turn(conversation, "2")["edits"]) == 2, "of the turn before, and the one that was carried out"
+
+
 def test_an_evicted_base_costs_a_prefill(live: Live) -> None:
     conversation, base = _begin(live)
     prompt = _edited(live, base)

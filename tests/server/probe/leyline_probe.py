@@ -31,6 +31,7 @@ class ProbeRequest(BaseReq, kw_only=True):
     ids: bytes = b""
     extra_key: str | None = None
     cache_salt: str | None = None
+    skip: int = 0
     from_token: int | None = None
     """With `evict`: the end of the cached sequence `ids` that goes; None evicts everything that nobody holds."""
 
@@ -68,7 +69,7 @@ class _Scheduler:
             while _LOCKS:
                 self._radix.unlock(_LOCKS.pop())
         if request.do == "break_kernel":
-            _break_kernel()
+            _break_kernel(request.skip)
         return self._counts()
 
     def _counts(self) -> dict[str, Any]:
@@ -157,16 +158,17 @@ def _python_nodes(core: Any) -> Iterator[Any]:
         yield node
 
 
-def _break_kernel() -> None:
-    """Have the next copy or turn of rows fail in the second layer."""
+def _break_kernel(skip: int) -> None:
+    """Have the next copy or turn of rows fail in the second layer, after `skip` that do not."""
     from leyline_kernels import reference
 
     originals = {name: getattr(reference, name) for name in ("copy_rotate_", "rotate_")}
     calls: list[str] = []
+    num_layers = 3  # of the test model
 
     def failing(name: str, *args: Any, **kwargs: Any) -> None:
         calls.append(name)
-        if len(calls) > 1:
+        if len(calls) > 1 + skip * num_layers:
             for broken, original in originals.items():
                 setattr(reference, broken, original)
             raise RuntimeError("the probe made this kernel fail")
@@ -333,6 +335,7 @@ def activate() -> None:
             extra_key=body.get("extra_key"),
             cache_salt=_own_salt(body) if "conversation" in body else body.get("cache_salt"),
             from_token=body.get("from_token"),
+            skip=body.get("skip", 0),
         )
         manager = compat.tokenizer_manager()
         found = json.loads((await manager.leyline_probe_communicator(ask))[0].body)
