@@ -7,6 +7,7 @@ and none is written twice.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -58,12 +59,17 @@ def run_table(
         ValueError: `inv_freq` is not a float32 vector, or there is nothing that moves rows on its device.
     """
     if position_delta == 0:
-        return rope_tables.delta_table(inv_freq, 0)
+        return _no_turn(len(inv_freq), inv_freq.device)
     if backend_of(inv_freq.device) == "triton":
         from leyline_kernels import rotate
 
         return rotate.run_table(inv_freq, num_rows, old_start=old_start, position_delta=position_delta)
     return rope_tables.move_table(inv_freq, torch.arange(old_start, old_start + num_rows), position_delta)
+
+
+@lru_cache(maxsize=16)
+def _no_turn(num_pairs: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(num_pairs, device=device), torch.zeros(num_pairs, device=device)
 
 
 def copy_rotate_all_(

@@ -145,7 +145,7 @@ def run_table(
         old_start: Position of its first row before the move.
         position_delta: New minus old position.
     """
-    cos, sin = torch.empty(2, num_rows, len(inv_freq), device=inv_freq.device)
+    cos, sin = torch.empty(2, num_rows, len(inv_freq), device=inv_freq.device).unbind()
     if num_rows:
         with _current(inv_freq.device):
             _run_table_kernel[(triton.cdiv(num_rows, _TABLE_ROWS),)](

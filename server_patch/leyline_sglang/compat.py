@@ -11,7 +11,7 @@ from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -399,15 +399,20 @@ class RadixPort:
         matched: int,
         extra_key: str | None,
         cache_salt: str | None,
-    ) -> None:
-        """Key `slots` by `token_ids`. The tree owns them from here on; it holds the first `matched` already.
+    ) -> Path:
+        """Key `slots` by `token_ids[matched:]`, the first that are not cached; the tree owns them from here on.
 
-        The cache frees `slots[matched:]` where it finds them keyed, so `matched` must be the true matched length.
+        The cache frees slots of tokens that it finds keyed, so `matched` must be the true matched length. Returns the
+        path of all `token_ids`.
         """
         from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 
+        # Of tokens that are keyed already the cache looks at no slot.
+        value = slots.new_empty(len(token_ids), dtype=torch.int64)
+        value[matched:] = slots
         key = self._key(token_ids, extra_key, cache_salt)
-        self._tree.insert(InsertParams(key=key, value=slots.to(torch.int64), prev_prefix_len=matched))
+        inserted = self._tree.insert(InsertParams(key=key, value=value, prev_prefix_len=matched))
+        return Path(self._tree, inserted.last_device_node, len(token_ids))
 
     def counts(self) -> dict[str, int]:
         """Return slots by state; `available + evictable + protected == size` unless requests run."""
@@ -555,16 +560,20 @@ def new_sibling(scheduler: Any, req: Any, token_ids: array[int], prefix: Path) -
 
 def _sampled_alike(params: Any) -> Any:
     """Return parameters that generate nothing, and change nothing in how the rest of the batch is sampled."""
+    return _generating_nothing(params.temperature, params.top_p, params.top_k, params.min_p)
+
+
+@lru_cache(maxsize=256)
+def _generating_nothing(temperature: float, top_p: float, top_k: int, min_p: float) -> Any:
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    alike = {name: getattr(params, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-    sampling = SamplingParams(max_new_tokens=0, **alike)
+    sampling = SamplingParams(max_new_tokens=0, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     sampling.normalize(None)
     return sampling
 
 
 def place_sibling(scheduler: Any, sibling: Any, slots: torch.Tensor, path: Path) -> None:
-    """Have an admitted sibling write its rows to `slots`, which end `path`, and hold that path until it has ended."""
+    """Have an admitted sibling write its rows to `slots`, which `path` names, and hold that path until it has ended."""
     tree = scheduler.tree_cache
     held, sibling.lock = sibling.lock, tree.lock(path.node)
     tree.unlock(held)
@@ -654,7 +663,13 @@ def wait_for_forward(scheduler: Any) -> None:
     """Order what follows behind the forward pass in flight, which runs on another stream on a GPU."""
     stream = getattr(scheduler, "forward_stream", None)
     if stream is not None and _on_cuda():
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_event(stream.record_event(_forward_event()))
+
+
+@cache
+def _forward_event() -> Any:
+    """Return the one event that a wait takes: to make one takes longer than the wait."""
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 @cache

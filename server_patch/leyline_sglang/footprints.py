@@ -113,11 +113,11 @@ class Footprints:
     def cut(self, tag: str, path: Sequence, keep_tokens: int) -> None:
         """Take note that a path was taken out of the cache from `keep_tokens` on."""
         kept: list[Sequence] = []
+        start = path.token_ids[: keep_tokens + 1]
         for sequence in self.sequences(tag):
-            if sequence.namespace() == path.namespace():
-                shared = common_prefix(sequence.token_ids, path.token_ids)
-                if shared > keep_tokens:
-                    sequence = Sequence(*sequence.namespace(), sequence.token_ids[:keep_tokens])
+            goes_on = len(start) > keep_tokens and sequence.token_ids[: keep_tokens + 1] == start
+            if goes_on and sequence.namespace() == path.namespace():
+                sequence = Sequence(*sequence.namespace(), sequence.token_ids[:keep_tokens])
             kept.append(sequence)
         self._set(tag, kept)
 

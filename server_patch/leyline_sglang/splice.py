@@ -14,8 +14,6 @@ import json
 import logging
 import time
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -46,15 +44,20 @@ class Stages:
 
     def __init__(self) -> None:
         self.ms: dict[str, float] = {}
+        self._open: list[tuple[str, float]] = []
 
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """Time what stands inside."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.ms[name] = self.ms.get(name, 0.0) + (time.perf_counter() - started) * 1e3
+    # By hand: a splice enters some ten, and a generator's context takes as long as what some of them time.
+    def __call__(self, name: str) -> Stages:
+        """Time what stands inside of `with stages(name)`."""
+        self._open.append((name, time.perf_counter()))
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc_details: object) -> None:
+        name, started = self._open.pop()
+        self.ms[name] = self.ms.get(name, 0.0) + (time.perf_counter() - started) * 1e3
 
 
 def handle(scheduler: Any, request: CacheRequest) -> CacheReply:
@@ -118,7 +121,7 @@ class Fill(Protocol):
         """Have the batch compute what is missing of `token_ids` right of `prefix`; raises as `check_room`."""
 
     def place(self, slots: torch.Tensor, path: Path) -> None:
-        """Say into which slots, and hold the path that names them."""
+        """Say into which slots, and hold the path that names them until they are written."""
 
 
 class Transaction:
@@ -198,13 +201,15 @@ class Transaction:
     def _sequence(self, token_ids: array[int], salt: str | None) -> Sequence:
         return Sequence(self._request.extra_key, salt, token_ids)
 
-    def _insert(self, token_ids: array[int], salt: str | None, slots: torch.Tensor, *, matched: int) -> None:
-        """Key `slots` by `token_ids`, whose first `matched` are cached already, and take note of it."""
+    def _insert(self, token_ids: array[int], salt: str | None, slots: torch.Tensor, *, matched: int) -> Path:
+        """Key `slots` by `token_ids[matched:]`, the first of which are cached already, and take note of it."""
         with self._stages("insert"):
-            self._radix.insert(token_ids, slots, matched=matched, extra_key=self._request.extra_key, cache_salt=salt)
+            extra_key = self._request.extra_key
+            path = self._radix.insert(token_ids, slots, matched=matched, extra_key=extra_key, cache_salt=salt)
         assert self._request.own_salt is not None
         with self._stages("record"):
             self._footprints.record(self._radix, self._request.own_salt, self._sequence(token_ids, salt))
+        return path
 
     # --- closing ----------------------------------------------------------------------------------------------------
 
@@ -280,8 +285,9 @@ class Transaction:
             # All that stands left of the run must be in the conversation's namespace already.
             cut = self._cut(offset) if len(head) == len(target) <= request.dst_start else None
             source_ids = self._base[offset:] if offset else self._base
-            if cut:
-                # Splits the node there, so that the end of the source is nodes of its own.
+            if cut and (offset or cut != len(target) or source_ids[:cut] != self._new[:cut]):
+                # Splits the node there, so that the end of the source is nodes of its own. Else the match of the
+                # target has done so.
                 self._match(source_ids, source_salt, cut)
             source = self._match(source_ids, source_salt, None if cut is not None else request.src_end - offset)
             in_place = cut is not None and self._radix.takeable_from(source) <= cut
@@ -347,7 +353,7 @@ class Transaction:
             self._footprints.cut(request.own_salt, self._sequence(source_ids, source_salt), cut)
         removed, kept = taken[:kept_start], taken[kept_start : kept_start + num_kept]
         rest = taken[kept_start + num_kept :]
-        filled = torch.cat([removed[:num_filled], filled])
+        filled = torch.cat([removed[:num_filled], filled]) if len(filled) else removed[:num_filled]
         removed = removed[num_filled:]
         try:
             with self._stages("rotate"):
@@ -357,8 +363,8 @@ class Transaction:
             # Half of them may be turned by now; nobody can use them any more.
             self._radix.free(torch.cat([filled, removed, kept, rest]))
             raise
-        self._insert(target_ids, request.own_salt, torch.cat([head.slots, filled, kept]), matched=len(head))
-        self._place(filled)
+        path = self._insert(target_ids, request.own_salt, torch.cat([filled, kept]), matched=len(head))
+        self._place(filled, path)
         if len(removed):
             self._radix.free(removed)
         reply.parked_from = None
@@ -404,11 +410,11 @@ class Transaction:
                 self._radix.free(allocated)
             raise
 
-    def _place(self, filled: torch.Tensor) -> None:
+    def _place(self, filled: torch.Tensor, path: Path) -> None:
         if len(filled):
             assert self._fill is not None
             with self._stages("admit"):
-                self._fill.place(filled, self._match(self._new, self._request.own_salt, self._request.dst_start))
+                self._fill.place(filled, path)
 
     def _copy(
         self,
@@ -441,8 +447,8 @@ class Transaction:
             except BaseException:
                 self._radix.free(slots)
                 raise
-            self._insert(target_ids, request.own_salt, torch.cat([target.slots[:matched], slots]), matched=matched)
-            self._place(filled)
+            path = self._insert(target_ids, request.own_salt, slots, matched=matched)
+            self._place(filled, path)
         finally:
             for lock in locks:
                 self._radix.unlock(lock)

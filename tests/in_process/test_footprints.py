@@ -30,7 +30,7 @@ def _cache(world: World, footprints: Footprints, tag: str, ids: list[int], salt:
     path = radix.match(token_ids, None, salt)
     slots = radix.allocate(len(ids) - len(path))
     assert slots is not None
-    radix.insert(token_ids, torch.cat([path.slots, slots]), matched=len(path), extra_key=None, cache_salt=salt)
+    radix.insert(token_ids, slots, matched=len(path), extra_key=None, cache_salt=salt)
     footprints.record(radix, tag, Sequence(None, salt, token_ids))
 
 
