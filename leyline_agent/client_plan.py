@@ -13,6 +13,7 @@ from leyline_agent.tokenizers import Tokenizer
 _RENDER_ARGUMENTS = (
     "model",
     "tool_choice",
+    "reasoning",
     "reasoning_effort",
     "chat_template_kwargs",
     "continue_final_message",

@@ -12,7 +12,7 @@ import hmac
 import json
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -27,13 +27,14 @@ from leyline_agent.digests import (
     AnswerDigest,
     AnsweredTurn,
     Comparison,
+    HeldPrompt,
     PromptDigest,
     compare,
     digest_prompt,
     goes_on,
 )
 from leyline_agent.edit_ledger import NO_IDS, EditIds, EditLedger
-from leyline_agent.errors import PlanError, SpliceTransportError
+from leyline_agent.errors import PlanError, RenderError, SpliceTransportError
 from leyline_agent.manual_edits import (
     ManualEdit,
     MessageKey,
@@ -42,10 +43,12 @@ from leyline_agent.manual_edits import (
     merge_edits,
     message_keys,
 )
+from leyline_agent.policy.counting import TextTokens, TokenCounter, estimate_tokens
 from leyline_agent.policy.engine import PolicyRun
 from leyline_agent.policy.loader import load_policy
 from leyline_agent.policy.schema import Policy
-from leyline_agent.telemetry import Telemetry, Usage, warn_fallback
+from leyline_agent.server_counts import ServerCounts
+from leyline_agent.telemetry import ByTemplate, Telemetry, Usage, warn_fallback
 from leyline_agent.tokenizers import Tokenizer
 
 PolicyLike = Policy | str | PathLike[str] | None
@@ -76,6 +79,17 @@ class PreparedTurn:
     """Digests of the messages of which this note has the server leave nothing cached."""
     period: int
     """How often the conversation had been released before."""
+    by_template: ByTemplate = "none"
+    """Which differences from the last answered turn the chat template is behind."""
+
+    def openai_arguments(self) -> dict[str, Any]:
+        """Return the request as keyword arguments of the `openai` package's `chat.completions.create`.
+
+        That takes only fields that it knows, so all but three go into `extra_body`, from where they are sent alike.
+        """
+        named: dict[str, Any] = {name: self.body[name] for name in ("model", "messages", "stream") if name in self.body}
+        rest = {name: value for name, value in self.body.items() if name not in named}
+        return {**named, "extra_body": rest, "extra_headers": self.headers}
 
 
 class Conversation:
@@ -90,9 +104,17 @@ class Conversation:
         tokenizer: for `plan="client"`.
         unexplained_changes: what to do about a change of the history that is no edit of ours, such as a corrected
             fact. "reprefill" prefills again from there on; "amortize" keeps the KV that still reflects the old text.
+        template_changes: what to do where the chat template renders the history to other tokens than were generated or
+            sent: a call whose JSON is written anew, reasoning that is left out. "amortize" splices it along;
+            "reprefill" prefills again from there on, as far as it can be told from what an edit did.
         gate: "auto" lets the server prefill again where that is cheaper.
         scrub: with whatever is forgotten, zero every row of the server's pool that nothing refers to.
+        counter: by what a policy's triggers and sizes are measured: "estimate"; a `TokenCounter`, such as
+            `LocalTokenizer.counter()`; or "server", which takes the size of the last answered prompt from its answer's
+            usage and estimates what is new since.
         resumed: the server may remember turns of this id that this object does not know.
+        on_fallback: is told of the first fall-back for each reason; by default it is logged.
+        edits_of: another conversation, such as a branch of the same thread, with which this one shares `edit`.
 
     Raises:
         ValueError: the id is too short or guessable, or an option is wrong.
@@ -107,17 +129,28 @@ class Conversation:
         plan: Literal["server", "client"] = "server",
         tokenizer: Tokenizer | None = None,
         unexplained_changes: Literal["reprefill", "amortize"] = "reprefill",
+        template_changes: Literal["amortize", "reprefill"] = "amortize",
         gate: Literal["auto", "off"] = "auto",
         scrub: bool = False,
+        counter: TokenCounter | Literal["estimate", "server"] = "estimate",
         resumed: bool = False,
+        on_fallback: Callable[[str, Outcome | None], None] = warn_fallback,
+        edits_of: Conversation | None = None,
     ) -> None:
         if plan == "client" and tokenizer is None:
             raise ValueError("plan='client' makes directives out of token ids: give a tokenizer, see tokenizers.py")
         if unexplained_changes not in ("reprefill", "amortize"):
             raise ValueError(f"unexplained_changes: got {unexplained_changes!r}, expected 'reprefill' or 'amortize'")
+        if template_changes not in ("amortize", "reprefill"):
+            raise ValueError(f"template_changes: got {template_changes!r}, expected 'amortize' or 'reprefill'")
         self.id = secrets.token_urlsafe(24) if conversation_id is None else check_conversation_id(conversation_id)
         self.policy = policy if policy is None or isinstance(policy, Policy) else load_policy(policy)
-        self._policy_run = PolicyRun(self.policy) if self.policy else None
+        self._counts = ServerCounts() if counter == "server" else None
+        if isinstance(counter, str):
+            if counter not in ("estimate", "server"):
+                raise ValueError(f"counter: got {counter!r}, expected 'estimate', 'server' or a TokenCounter")
+            counter = TextTokens(estimate_tokens, counter)
+        self._policy_run = PolicyRun(self.policy, counter=counter) if self.policy else None
         self.telemetry = Telemetry()
         self.last_outcome: Outcome | None = None
         """What the server did with the last answered turn's note, its directives included."""
@@ -125,16 +158,18 @@ class Conversation:
         """The last answer as received; kept before `strict=True` raises."""
         self._tokenizer = tokenizer if plan == "client" else None
         self._unexplained_changes = unexplained_changes
+        self._template_changes: Literal["amortize", "reprefill"] = template_changes
         self._gate: Literal["auto", "off"] = gate
         self._scrub = scrub
         self._resumed = resumed
+        self._on_fallback = on_fallback
         self._noting = self.policy is None or bool(self.policy.rules)
         self._lock = threading.Lock()
         self._base: AnsweredTurn | None = None
         self._base_rendered: RenderedFrom | None = None
         self._period = 0
         self._seen: list[Message] = []
-        self._manual: dict[MessageKey, ManualEdit] = {}
+        self._manual: dict[MessageKey, ManualEdit] = {} if edits_of is None else edits_of._manual
         self._ledger = EditLedger(resumed=resumed)
 
     @classmethod
@@ -186,7 +221,6 @@ class Conversation:
             check_replacement(original, kept)
         with self._lock:
             self._manual[key] = ManualEdit(kept, Mode(mode))
-            self._noting = True
 
     def undo_edit(self, message: int | Mapping[str, Any] | Message, *, occurrence: int = 0) -> None:
         """Take an edit back. The next request has the message again and prefills from there on.
@@ -212,9 +246,11 @@ class Conversation:
             raise ValueError(f"custom_params has a {NOTE_KEY!r} already: another conversation prepared this request")
         with self._lock:
             wanted = dict(self._manual)
+            self._noting = self._noting or bool(wanted)
             self._seen = messages
             base, rendered, noting, period = self._base, self._base_rendered, self._noting, self._period
-        applied = self._policy_run.apply(messages, tools=body.get("tools")) if self._policy_run else None
+        sizes = self._counts.sizes(messages) if self._counts else None
+        applied = self._policy_run.apply(messages, tools=body.get("tools"), sizes=sizes) if self._policy_run else None
         edits = merge_edits(messages, manual_edits(messages, wanted), applied.edits if applied else ())
         sent = apply_edits(messages, edits)
         new_body = {**body, "messages": [message.to_openai() for message in sent]}
@@ -231,7 +267,7 @@ class Conversation:
         note, purged = self._note(turn, known, comparison, forgotten)
         if self._tokenizer is not None and known and rendered and note.mode == "amortize":
             # Without a plan, or a server that tokenizes, the note leaves the diff to the server.
-            with suppress(PlanError, SpliceTransportError):
+            with suppress(PlanError, RenderError, SpliceTransportError):
                 plan = plan_on_client(self._tokenizer, rendered, new_body)
                 note = note.model_copy(
                     update={"directives": plan.directives, "base_len": plan.base_len, "base_hash": plan.base_hash}
@@ -252,6 +288,7 @@ class Conversation:
             amortized=amortized,
             purged=purged,
             period=period,
+            by_template=comparison.by_template if comparison else "none",
         )
 
     async def prepare_async(self, body: Mapping[str, Any]) -> PreparedTurn:
@@ -268,8 +305,9 @@ class Conversation:
         usage: Usage | None = None,
         *,
         expects_outcome: bool = True,
-    ) -> None:
-        """Take a turn's answer; from now on it is the base. Do not call it for a turn that got no whole answer.
+        held: HeldPrompt | None = None,
+    ) -> AnsweredTurn:
+        """Take a turn's answer and return the base that it is from now on. Not for a turn that got no whole answer.
 
         Args:
             prepared: what `prepare` returned.
@@ -277,13 +315,18 @@ class Conversation:
             outcome: what the server did with the note.
             usage: the tokens it counted.
             expects_outcome: False where the transport hides the outcome, so that its lack says nothing.
+            held: the prompt's messages as the caller holds them from now on, where it keeps edits in its history.
         """
         message = Message.from_openai(answer)
         noted = prepared.note is not None
         with self._lock:
             # A turn that began before a release is known to the server no more.
             known = noted and prepared.period == self._period
-            self._base = AnsweredTurn(prepared.turn, known, prepared.prompt, AnswerDigest.of(message))
+            prompt = prepared.prompt if held is None else held.prompt
+            base = self._base = AnsweredTurn(prepared.turn, known, prompt, AnswerDigest.of(message))
+            if self._counts is not None and usage is not None and prepared.body.get("n") in (None, 1):
+                total = usage.prompt_tokens + usage.completion_tokens
+                self._counts.add([message.original for message in prompt.messages], base.answer, total)
             if self._tokenizer is not None:
                 num_ids = usage.prompt_tokens + usage.completion_tokens if usage else None
                 self._base_rendered = RenderedFrom(prepared.body, message.to_openai(), num_ids)
@@ -295,9 +338,15 @@ class Conversation:
                 asked=_asked(prepared.note),
                 outcome=outcome,
             )
-            new_reason = self.telemetry.record(usage, outcome, expects_outcome=noted and expects_outcome)
+            if held is not None:
+                self._ledger.rename(held.renamed)
+            expected = noted and expects_outcome
+            new_reason = self.telemetry.record(
+                usage, outcome, expects_outcome=expected, by_template=prepared.by_template
+            )
         if new_reason is not None:
-            warn_fallback(new_reason, outcome)
+            self._on_fallback(new_reason, outcome)
+        return base
 
     def released(self) -> None:
         """Take note that the server has forgotten the turns of this conversation: the next one names no base.
@@ -309,6 +358,11 @@ class Conversation:
             if self._base is not None:
                 self._base = replace(self._base, noted=False)
             self._ledger.forget_ids()
+
+    @property
+    def base(self) -> AnsweredTurn | None:
+        """The last answered turn, with which the next prompt is compared."""
+        return self._base
 
     def is_continued_by(self, messages: Sequence[Message]) -> bool:
         """Tell whether a message list goes on from the last answered turn: its messages, its answer, then more."""
@@ -333,6 +387,8 @@ class Conversation:
             if comparison.unexplained and self._unexplained_changes == "reprefill":
                 mode = "reprefill"
                 lost = comparison.lost
+            elif self._template_changes == "reprefill" and comparison.by_template == "all":
+                mode = "reprefill"
         with self._lock:
             purged = newly | self._ledger.to_purge(forgotten)
             forget = self._ledger.to_forget(newly | lost)
@@ -343,6 +399,7 @@ class Conversation:
             mode = "forget"
         elif forget:
             mode = "reprefill"
+        in_answer = comparison is not None and comparison.by_template == "answer"
         note = Note(
             conversation=self.id,
             turn=turn,
@@ -351,6 +408,7 @@ class Conversation:
             forget=forget if forget == "all" else tuple(sorted(forget)),
             scrub=self._scrub and bool(purged or forget),
             gate=self._gate,
+            template_changes=self._template_changes if mode == "amortize" and in_answer else "amortize",
         )
         return note, purged
 

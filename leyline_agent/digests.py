@@ -16,6 +16,7 @@ from typing import Any
 from leyline_agent.core.edits import Edit
 from leyline_agent.core.messages import Message, ToolCall
 from leyline_agent.core.protocol import Mode
+from leyline_agent.telemetry import ByTemplate
 
 PROMPT_ARGUMENTS = (
     "model",
@@ -25,6 +26,7 @@ PROMPT_ARGUMENTS = (
     "chat_template_kwargs",
     "continue_final_message",
     "documents",
+    "reasoning",
     "reasoning_effort",
     "response_format",
     "task",
@@ -61,8 +63,8 @@ class PromptDigest:
 class AnswerDigest:
     """An answer as received, recognized in the form in which clients send it back.
 
-    They drop nulls, turn a null content into "", serialize the arguments of calls anew and leave out the reasoning;
-    none of it changes what was said.
+    They drop nulls, turn a null content into "" (debug-gym, beside calls, into "None"), serialize the arguments of
+    calls anew and leave out the reasoning; none of it changes what was said.
     """
 
     said: str
@@ -72,8 +74,9 @@ class AnswerDigest:
     def of(cls, answer: Message) -> AnswerDigest:
         """Take the digests of an answer."""
         calls = [(call.id, call.name, _canonical_arguments(call)) for call in answer.tool_calls]
+        text = "" if calls and answer.text == "None" else answer.text
         reasoning = answer.raw.get("reasoning_content")
-        return cls(_digest([answer.role, answer.text, calls]), _digest(reasoning) if reasoning else None)
+        return cls(_digest([answer.role, text, calls]), _digest(reasoning) if reasoning else None)
 
     def matches(self, message: Message) -> bool:
         """Tell whether a message of the next prompt is this answer, unchanged."""
@@ -93,6 +96,15 @@ class AnsweredTurn:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldPrompt:
+    """A prompt whose caller keeps edits in its own history: as the next one will have it."""
+
+    prompt: PromptDigest
+    renamed: Mapping[str, str]
+    """Original digests of messages that are kept edited, and the digests that these have now."""
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """How a prompt differs from the last answered turn. Messages are named by their original digests."""
 
@@ -104,6 +116,7 @@ class Comparison:
     """Messages on which an edit is new, or is another one than before."""
     newly_forgotten: frozenset[str]
     """Those of them that the server has seen and whose edit is to leave no influence."""
+    by_template: ByTemplate
 
 
 def digest_prompt(messages: Sequence[Message], edits: Sequence[Edit], body: Mapping[str, Any]) -> PromptDigest:
@@ -156,17 +169,28 @@ def compare(base: AnsweredTurn, prompt: PromptDigest, messages: Sequence[Message
         if message.cover is not None and not (idx < common and old[idx].cover == message.cover)
     }
     num_known = common + 1 if answered else common
+    changed = (
+        bool(unexplained)
+        or common < len(old)
+        or base.prompt.insertions != prompt.insertions
+        or any(idx < num_known for idx in edited)
+    )
+    answer_is_kept = answered and common not in edited
     return Comparison(
         unexplained=tuple(unexplained),
         lost=frozenset(lost),
         edited=frozenset(new[idx].original for idx in edited),
         newly_forgotten=frozenset(new[idx].original for idx in edited if idx < num_known and new[idx].forgets),
+        by_template="all" if not changed else "answer" if answer_is_kept else "none",
     )
 
 
-def goes_on(base: AnsweredTurn, messages: Sequence[Message]) -> bool:
-    """Tell whether a message list has the base's messages, less some at their end, then its answer."""
-    common = _num_common(base.prompt.messages, (message.digest() for message in messages))
+def goes_on(base: AnsweredTurn, messages: Sequence[Message], digests: Sequence[str] | None = None) -> bool:
+    """Tell whether a message list has the base's messages, less some at their end, then its answer.
+
+    `digests` are those of the messages, for who asks of many bases.
+    """
+    common = _num_common(base.prompt.messages, digests or (message.digest() for message in messages))
     return 0 < common < len(messages) and base.answer.matches(messages[common])
 
 

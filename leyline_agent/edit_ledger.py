@@ -5,7 +5,7 @@ So a later `forget` can name the edits, and one that failed is asked for again. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from leyline_agent.core.protocol import Outcome, Status
@@ -97,6 +97,17 @@ class EditLedger:
         if new_ids := _outcome_ids(outcome):
             for digest in amortized:
                 self._ids[digest] = _union(self._ids.get(digest, NO_IDS), new_ids)
+
+    def rename(self, renamed: Mapping[str, str]) -> None:
+        """Let what is known of messages hold for what their caller keeps in their place, too."""
+        for old, new in renamed.items():
+            if ids := self._ids.get(old):
+                self._ids[new] = _union(self._ids.get(new, NO_IDS), ids)
+            if old in self._sent:
+                self._sent.add(new)
+            for turn, amortized in self._unanswered.items():
+                if old in amortized:
+                    self._unanswered[turn] = amortized | {new}
 
     def forget_ids(self) -> None:
         """Forget all edit ids, since the server has nothing left of these edits."""

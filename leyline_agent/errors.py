@@ -3,6 +3,7 @@
 LeylineError
 ├── PolicyError            a policy file is wrong (file, line, key)
 ├── PlanError              token ids, directives or spans do not fit each other (reason)
+├── RenderError            a chat request cannot be rendered into token ids here
 ├── SpliceTransportError   the server could not be reached, or its answer could not be read
 ├── SpliceRejectedError    the server refused a splice and the caller asked for `strict=True` (reason)
 └── UnsupportedServerError the server runs no Leyline plugin and the caller asked for `strict=True`
@@ -44,6 +45,10 @@ class PlanError(LeylineError):
     def __init__(self, message: str, *, reason: str) -> None:
         self.reason = reason
         super().__init__(message)
+
+
+class RenderError(LeylineError, ValueError):
+    """A tokenizer cannot render a chat request as the server would."""
 
 
 class SpliceTransportError(LeylineError):

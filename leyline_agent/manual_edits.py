@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from leyline_agent.core.edits import Edit
 from leyline_agent.core.messages import Message
@@ -92,7 +92,7 @@ def merge_edits(messages: Sequence[Message], manual: Sequence[Edit], policy: Seq
     for edit in policy:
         if edit.end - edit.start > 1:
             forgets = any(edit.start <= idx < edit.end for idx in forgetting)
-            merged.append(replace(edit, mode=Mode.FORGET) if forgets else edit)
+            merged.append(edit._replace(mode=Mode.FORGET) if forgets else edit)
         elif edit.start not in (named if _in_place(messages, edit) else touched):
             merged.append(edit)
     return sorted(merged, key=lambda edit: (edit.start, edit.end))

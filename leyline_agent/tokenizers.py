@@ -1,20 +1,24 @@
 """From messages to the token ids of their prompt: the server's `/tokenize`, or a local Hugging Face tokenizer.
 
-Only `plan="client"` and previews need one; an ordinary turn tokenizes nothing on the client.
+Only `plan="client"`, previews and an exact counter need one; an ordinary turn tokenizes nothing on the client.
 """
 
 from __future__ import annotations
 
-import copy
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import httpx
 
-from leyline_agent.errors import SpliceTransportError
-
-_FUNCTION_FIELDS = ("description", "name", "parameters", "strict", "defer_loading")
+from leyline_agent.chat_template import (
+    content_format,
+    split_last_answer,
+    template_arguments,
+    template_messages,
+    template_tools,
+)
+from leyline_agent.errors import RenderError, SpliceTransportError
+from leyline_agent.policy.counting import MESSAGE_TOKENS, TextTokens
 
 
 class Tokenizer(Protocol):
@@ -75,8 +79,8 @@ class ServerTokenizer:
             token_ids: list[int] = response.json()["tokens"]
         except (httpx.HTTPError, ValueError, KeyError) as error:
             raise SpliceTransportError(
-                f"POST /tokenize gave no token ids ({error}); plan='client' needs a server of SGLang 0.5.23 itself, "
-                "not a gateway, or a LocalTokenizer"
+                f"POST {self._http.base_url.join('/tokenize')} gave no token ids ({error}); is that a server of SGLang "
+                "0.5.23, and up? It must be the server itself, not a gateway; a LocalTokenizer needs none"
             ) from error
         return token_ids
 
@@ -112,79 +116,63 @@ class LocalTokenizer:
         add_generation_prompt: bool = True,
         **arguments: Any,
     ) -> list[int]:
-        """Return the prompt's ids."""
-        template_arguments = dict(arguments.get("chat_template_kwargs") or {})
-        if arguments.get("reasoning_effort") is not None:
-            template_arguments.setdefault("reasoning_effort", arguments["reasoning_effort"])
-        token_ids = self._tokenizer.apply_chat_template(
-            template_messages(messages),
-            tools=template_tools(tools, arguments.get("tool_choice")),
-            add_generation_prompt=add_generation_prompt,
-            tokenize=True,
-            return_dict=False,
-            **template_arguments,
-        )
-        return list(token_ids)
+        """Return the prompt's ids.
+
+        Raises:
+            RenderError: the template or the server would refuse the request, or only the server can render it.
+        """
+        template = self._template(tools)
+        given = template_messages(messages, content_format=content_format(template))
+        continues = bool(arguments.get("continue_final_message"))
+        if continues and not add_generation_prompt:
+            raise RenderError("continue_final_message needs the generation prompt, which opens the answer")
+        begun = ""
+        if add_generation_prompt:
+            given, begun = split_last_answer(given, continues=continues)
+        options: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt,
+            "tokenize": True,
+            "return_dict": False,
+            **template_arguments(arguments, template),
+        }
+        schemas = template_tools(tools, arguments.get("tool_choice"))
+        try:
+            token_ids = self._tokenizer.apply_chat_template(given, tools=schemas, **options)
+        except Exception as error:
+            # The server tries again, for templates that want the functions bare.
+            bare = [tool.get("function", tool) for tool in schemas or ()]
+            try:
+                token_ids = self._tokenizer.apply_chat_template(given, tools=bare or None, **options)
+            except Exception:
+                raise RenderError(f"the chat template refuses the request: {error}") from error
+        return [*token_ids, *self._answer_ids(begun)]
+
+    def counter(self, *, per_message: int = MESSAGE_TOKENS) -> TextTokens:
+        """Return what counts a policy's tokens with this tokenizer.
+
+        Texts are counted exactly, each on its own; what a template puts around a message is `per_message` tokens.
+        """
+
+        def count(text: str) -> int:
+            return len(self._tokenizer.encode(text, add_special_tokens=False))
+
+        return TextTokens(count, "tokenizer", per_message=per_message)
+
+    def _template(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
+        template = self._tokenizer.chat_template
+        if isinstance(template, Mapping):
+            # Some models have one of their own for requests with tools.
+            template = template.get("tool_use") if tools and "tool_use" in template else template.get("default")
+        if not isinstance(template, str):
+            raise RenderError("the tokenizer has no chat template; expected one of a chat model")
+        return template
+
+    def _answer_ids(self, begun: str) -> list[int]:
+        """Return the ids of an answer's first words, as the server appends them."""
+        token_ids = list(self._tokenizer.encode(begun)) if begun else []
+        return token_ids[1:] if token_ids and token_ids[0] == self._tokenizer.bos_token_id else token_ids
 
 
 def server_root(base_url: str) -> str:
     """Return the server's root, whether or not the URL ends with `/v1`."""
     return base_url.rstrip("/").removesuffix("/v1")
-
-
-def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages as SGLang gives them to a chat template: calls' arguments parsed, no nulls, "" for no content."""
-    return [_template_message(message) for message in messages]
-
-
-def template_tools(
-    tools: Sequence[Mapping[str, Any]] | None, tool_choice: str | Mapping[str, Any] | None = None
-) -> list[dict[str, Any]] | None:
-    """Return schemas of tools as SGLang gives them to a chat template; None where it gives none.
-
-    A choice of no tool leaves out all of them, and the choice of one all others.
-    """
-    if not tools or tool_choice == "none":
-        return None
-    if isinstance(tool_choice, Mapping):
-        chosen = tool_choice["function"]["name"]
-        tools = [tool for tool in tools if tool["function"]["name"] == chosen]
-    return [_template_tool(tool) for tool in tools] or None
-
-
-def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    passed = {key: copy.deepcopy(value) for key, value in message.items() if value is not None}
-    passed.setdefault("content", "")
-    for call in passed.get("tool_calls") or ():
-        function = call.get("function") or {}
-        if isinstance(function.get("arguments"), str):
-            try:
-                function["arguments"] = json.loads(function["arguments"] or "{}")
-            except ValueError:
-                # A template that takes arguments as text still can.
-                continue
-    return passed
-
-
-def _template_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Do what the request model of SGLang 0.5.23 does to a tool (`entrypoints/openai/protocol.py`).
-
-    Fields that it does not know go. A function keeps the order of its own, and gets null for a description or for
-    parameters that are absent; the tool around it always gets `defer_loading`, and hands it down to the function.
-    """
-    given = tool.get("function")
-    if not isinstance(given, Mapping):
-        # A server refuses it; a template may take it.
-        return dict(tool)
-    fields = [field for field in dict.fromkeys((*given, *_FUNCTION_FIELDS)) if field in _FUNCTION_FIELDS]
-    function = {field: given.get(field) for field in fields}
-    if function["defer_loading"] is None:
-        function["defer_loading"] = tool.get("defer_loading")
-    for field in ("strict", "defer_loading"):
-        if function[field] is None:
-            del function[field]
-    return {
-        "type": tool.get("type", "function"),
-        "function": function,
-        "defer_loading": tool.get("defer_loading"),
-    }

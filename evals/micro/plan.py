@@ -4,13 +4,18 @@ From an agent's history and the base's ids to the directives: the policy's edits
 before), the diff of the base's and the prompt's ids, and the kept runs. Rendering is the tokenizer's time and left out.
 One row for each case and length; 500 messages are 32,000 tokens. In "mostly kept" nine of ten outputs are still there,
 in "all at once" every output but three goes in the turn that is timed. Before a row is timed its directives are applied
-and compared with the prompt. `growth` is the plan's time over that at the shortest length, over how many times longer
-the history is: 1 is linear.
+and compared with the prompt. `edit_ms` is `PolicyRun.apply` alone, as in `evals.micro.policy`.
+
+`growth` is the plan's time over that at the shortest length, over how many times longer the history is: 1 is linear.
+`growth_without_gc` is the same while Python's garbage collector rests: a plan with thousands of directives makes enough
+objects to set off a full collection, which goes over everything else that the process holds, here the messages and ids
+of the benchmark itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import platform
@@ -32,9 +37,9 @@ LENGTHS = (500, 1000, 2000, 5000)
 CASES = ("keep_last_tool_outputs", "mostly kept", "batched", "token_budget", "superseded_file_views", "all at once")
 _ALL_AT_ONCE = """
 version: 1
-when: {{turns: {turns}}}
-keep: {{last: 3}}
-rules: [{{name: r, select: {{role: tool}}, replace: "[cleared]"}}]
+when: {turns: TURNS}
+keep: {last: 3}
+rules: [{name: r, select: {role: tool}, replace: "[evicted: {tool}, {lines} lines]"}]
 """
 
 
@@ -43,7 +48,7 @@ def policy_of(case: str, num_turns: int) -> Policy:
     if case == "mostly kept":
         return load_policy("keep_last_tool_outputs").with_turns(num_turns * 9 // 10)
     if case == "all at once":
-        return parse_policy(_ALL_AT_ONCE.format(turns=num_turns))
+        return parse_policy(_ALL_AT_ONCE.replace("TURNS", str(num_turns)))
     return load_policy(case)
 
 
@@ -69,7 +74,17 @@ class _Ids:
 
 
 def measure(case: str, num_messages: int, *, repeats: int) -> dict[str, Any]:
-    """Return one row."""
+    """Return one row: times with Python's garbage collector, and the plan's without."""
+    row = _measure(case, num_messages, repeats)
+    gc.disable()
+    try:
+        row["plan_ms_without_gc"] = _measure(case, num_messages, repeats)["plan_ms"]
+    finally:
+        gc.enable()
+    return row
+
+
+def _measure(case: str, num_messages: int, repeats: int) -> dict[str, Any]:
     history = agent_history(num_messages)
     points = request_points(history)
     policy = policy_of(case, len(points) - 1)
@@ -80,7 +95,7 @@ def measure(case: str, num_messages: int, *, repeats: int) -> dict[str, Any]:
         pairs, fresh = list(itertools.pairwise(points[-repeats - 1 :])), False
     ids = _Ids()
     run = PolicyRun(policy)
-    edit_ms, plan_ms, num_directives, prompt_tokens = [], [], [], 0
+    edit_ms, plan_ms, num_directives, num_edits, prompt_tokens = [], [], [], [], 0
     for earlier, point in pairs:
         if fresh:
             run = PolicyRun(policy)
@@ -97,6 +112,7 @@ def measure(case: str, num_messages: int, *, repeats: int) -> dict[str, Any]:
         edit_ms.append((edited - start) * 1e3)
         plan_ms.append((edited - start + planned - began) * 1e3)
         num_directives.append(len(directives))
+        num_edits.append(len(applied.new))
         prompt_tokens = len(new_ids)
     return {
         "op": "plan_turn",
@@ -105,6 +121,7 @@ def measure(case: str, num_messages: int, *, repeats: int) -> dict[str, Any]:
         "history_tokens": applied.tokens_before,
         "prompt_tokens": prompt_tokens,
         "turns": len(plan_ms),
+        "max_new_edits": max(num_edits),
         "max_directives": max(num_directives),
         "edit_ms": _quantiles(edit_ms),
         "plan_ms": _quantiles(plan_ms),
@@ -137,14 +154,16 @@ def main(arguments: list[str] | None = None) -> None:
             row = measure(case, num_messages, repeats=options.repeats)
             shortest = shortest or row
             times_longer = num_messages / shortest["messages"]
-            row["growth"] = round(row["plan_ms"]["p50"] / shortest["plan_ms"]["p50"] / times_longer, 3)
+            for name, growth in (("plan_ms", "growth"), ("plan_ms_without_gc", "growth_without_gc")):
+                row[growth] = round(row[name]["p50"] / shortest[name]["p50"] / times_longer, 3)
             if options.json:
                 print(json.dumps(row), flush=True)
             else:
                 print(
                     f"{case:<24} {num_messages:>5} messages {row['history_tokens']:>8,} tokens, sent "
                     f"{row['prompt_tokens']:>8,}  edit p50 {row['edit_ms']['p50']:>6.2f} ms  plan p50 "
-                    f"{row['plan_ms']['p50']:>7.2f} ms  growth {row['growth']:.2f}",
+                    f"{row['plan_ms']['p50']:>7.2f} ms  growth {row['growth']:.2f} "
+                    f"({row['growth_without_gc']:.2f} without gc)",
                     flush=True,
                 )
 

@@ -1,8 +1,11 @@
 """Time the policy engine: `python -m evals.micro.policy [--json]`.
 
-One row for each policy and length. `edit_ms` is one call of an agent that goes on from its last turn; `replay_ms` is
-the same from scratch, as after a restart; `count_ms` is counting one new turn. Before a row is timed both ways are
-compared, so that no wrong edit has a time.
+One row for each policy and length. `edit_ms` is `PolicyRun.apply` for an agent that goes on from its last turn: to see
+that it does, to count what is new, to ask each rule, and to make the edits. `replay_ms` is the same from scratch, as
+after a restart: every request of the history is gone through. `prepare_ms` is all that a client does of such a turn,
+`Conversation.prepare`: copies and digests of each message, edits, note. `count_ms` is counting one new turn. Before a
+row is timed both ways are compared, so that no wrong edit has a time. A turn that edits hundreds of messages at once is
+a case of `evals.micro.plan`.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import statistics
 import time
 from typing import Any
 
+from leyline_agent import Conversation
 from leyline_agent.core.messages import Message, messages_from_openai
 from leyline_agent.policy import EstimatedTokens, PolicyRun, apply_policy, load_policy, request_points
 
@@ -59,13 +63,19 @@ def measure(policy_name: str, num_messages: int, *, repeats: int) -> dict[str, A
     points = request_points(history)[-repeats - 1 :]
     run = PolicyRun(policy)
     run.apply(history[: points[0]])
-    edit_ms = []
+    edit_ms, prepare_ms = [], []
+    conversation = Conversation(policy)
+    conversation.prepare({"messages": [message.to_openai() for message in history[: points[0]]]})
     for point in points[1:]:
         # A client makes its messages anew for each request.
         prefix = messages_from_openai([message.to_openai() for message in history[:point]])
         start = time.perf_counter()
         applied = run.apply(prefix)
         edit_ms.append((time.perf_counter() - start) * 1e3)
+        body = {"messages": [message.to_openai() for message in prefix]}
+        start = time.perf_counter()
+        conversation.prepare(body)
+        prepare_ms.append((time.perf_counter() - start) * 1e3)
     start = time.perf_counter()
     replayed = apply_policy(policy, history[: points[-1]])
     replay_ms = (time.perf_counter() - start) * 1e3
@@ -85,6 +95,7 @@ def measure(policy_name: str, num_messages: int, *, repeats: int) -> dict[str, A
         "tokens": applied.tokens_before,
         "edits": len(applied.edits),
         "edit_ms": {name: round(value, 3) for name, value in _quantiles(edit_ms).items()},
+        "prepare_ms": {name: round(value, 3) for name, value in _quantiles(prepare_ms).items()},
         "replay_ms": round(replay_ms, 1),
         "count_ms": round(statistics.median(count_ms), 4),
         "python": platform.python_version(),
@@ -110,7 +121,9 @@ def main() -> None:
             else:
                 print(
                     f"{policy_name:<26} {num_messages:>5} messages {row['tokens']:>7,} tokens  edit p50 "
-                    f"{row['edit_ms']['p50']:.2f} ms  replay {row['replay_ms']:.0f} ms  count {row['count_ms']:.3f} ms",
+                    f"{row['edit_ms']['p50']:.2f} ms  prepare p50 "
+                    f"{row['prepare_ms']['p50']:.1f} ms  replay {row['replay_ms']:.0f} ms  "
+                    f"count {row['count_ms']:.3f} ms",
                     flush=True,
                 )
 

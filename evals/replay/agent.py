@@ -26,17 +26,15 @@ CallModel = Callable[[MessagesState], AIMessage]
 class RecordedChatOpenAI(ChatOpenAI):
     """A ChatOpenAI that sends each request, then answers with the next recorded message instead of the server's token.
 
-    The answer keeps the metadata of the real response (usage, headers), so whatever wraps this model sees the outcome.
+    The answer keeps the metadata of the real response (usage, model), so whatever wraps this model sees it.
     """
 
     # An iterator, so that copies of the model, which integrations make, go on where the original stands.
     _answers: Iterator[AIMessage] = PrivateAttr(default_factory=lambda: iter(()))
 
-    _shows_headers: bool = PrivateAttr(default=True)
-
     @classmethod
     def replaying(
-        cls, answers: Sequence[AIMessage], *, base_url: str, model: str, http: httpx.Client, shows_headers: bool = True
+        cls, answers: Sequence[AIMessage], *, base_url: str, model: str, http: httpx.Client
     ) -> RecordedChatOpenAI:
         """Make a model for one replay: one token a call, greedy, no retries."""
         recorded = cls(
@@ -47,12 +45,10 @@ class RecordedChatOpenAI(ChatOpenAI):
             max_completion_tokens=1,
             max_retries=0,
             streaming=False,
-            include_response_headers=True,
             http_client=http,
             use_responses_api=False,
         )
         recorded._answers = iter(answers)
-        recorded._shows_headers = shows_headers
         return recorded
 
     def _generate(
@@ -71,11 +67,7 @@ class RecordedChatOpenAI(ChatOpenAI):
                 "usage_metadata": real.message.usage_metadata,
             }
         )
-        # LangChain puts these, the headers among them, into the answer's response_metadata afterwards.
-        facts = {
-            key: value for key, value in (real.generation_info or {}).items() if key != "headers" or self._shows_headers
-        }
-        generation = ChatGeneration(message=recorded, generation_info=facts)
+        generation = ChatGeneration(message=recorded, generation_info=real.generation_info)
         return ChatResult(generations=[generation], llm_output=result.llm_output)
 
 

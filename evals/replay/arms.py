@@ -25,8 +25,10 @@ from evals.replay.server_counters import flush_cache, read_counters, settled_cou
 from evals.replay.trajectory import Trajectory
 from evals.replay.transport import ChatExchange, RecordingTransport
 from evals.replay.turn_rows import Arm, ArmResult, TurnRow
+from leyline_agent.core.protocol import Outcome
 from leyline_agent.integrations.langgraph import with_leyline
 from leyline_agent.policy import Policy
+from leyline_agent.telemetry import warn_fallback
 
 REQUEST_TIMEOUT_S = 900.0
 """A re-prefill of 40,000 tokens takes minutes on two CPU cores."""
@@ -79,10 +81,7 @@ def run_arm(
         flush_cache(admin)
         before = read_counters(admin)
         answers = [turn.answer for turn in trajectory.turns]
-        # Where the note is taken off there is no outcome; hiding the headers tells the integration not to expect one.
-        chat = RecordedChatOpenAI.replaying(
-            answers, base_url=url, model=model, http=http, shows_headers=arm != "reprefill"
-        )
+        chat = RecordedChatOpenAI.replaying(answers, base_url=url, model=model, http=http)
         clock = _Turns(arm, recording, _call_model(arm, chat, policy, trajectory.tools), on_turn, max_prompt_tokens)
         agent = build_agent(trajectory, clock, max_turns=max_turns, stopped=lambda: clock.stopped_at is not None)
         # Two nodes a turn, and LangGraph counts the start as well.
@@ -142,8 +141,14 @@ def _call_model(arm: Arm, chat: RecordedChatOpenAI, policy: Policy, tools: Seque
     bound = chat.bind_tools(tools) if tools else chat
     if arm == "none":
         return lambda state: bound.invoke(state["messages"])
-    edited = with_leyline(bound, policy)
+    # Where the note is taken off there is no outcome, and that is no news.
+    on_fallback = _expected if arm == "reprefill" else warn_fallback
+    edited = with_leyline(bound, policy, on_fallback=on_fallback)
     return lambda state: edited.invoke(state["messages"])
+
+
+def _expected(reason: str, outcome: Outcome | None) -> None:
+    """Stand for the warning of a fall-back."""
 
 
 def _row(arm: Arm, turn: int, exchanges: Sequence[ChatExchange], *, ms: float, num_requests: int) -> TurnRow:

@@ -8,7 +8,7 @@ from typing import Any
 
 from evals.replay.errors import ReplayError
 from evals.replay.ideal import ChatDict
-from leyline_agent.tokenizers import template_messages, template_tools
+from leyline_agent.chat_template import template_messages, template_tools
 
 
 class LocalRenderer:

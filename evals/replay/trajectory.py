@@ -1,8 +1,8 @@
 """Load a recorded trajectory and hand it out as LangChain messages, one model call after the other.
 
-A file holds `{"source", "messages"[, "tools"]}` or a bare list of OpenAI chat messages. Real recordings are taken as
-they are: repeated outputs, empty contents, several calls with one id. LangChain's message classes and SGLang's chat
-route do not accept everything that clients once sent, so this is changed, and listed in `Trajectory.normalized`:
+The file is one that `leyline_agent.explain` reads. Real recordings are taken as they are: repeated outputs, empty
+contents, several calls with one id. LangChain's message classes and SGLang's chat route do not accept everything that
+clients once sent, so this is changed, and listed in `Trajectory.normalized`:
 
 - a call without an id gets one, and a tool message without `tool_call_id` gets that of the oldest unanswered call;
 - `content: null` becomes `""` (LangChain sends null again for a message with calls);
@@ -25,6 +25,7 @@ from typing import Any
 from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, SystemMessage, ToolMessage
 
 from evals.replay.errors import TrajectoryError
+from leyline_agent.explain import ConversationFileError, read_conversation
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -88,26 +89,12 @@ def load_trajectory(file: Path | str) -> Trajectory:
     Raises:
         TrajectoryError: the file cannot be read, is no JSON, or is no conversation with an assistant in it.
     """
-    file = Path(file)
-    expected = 'expected {"source": …, "messages": […]} or a list of OpenAI chat messages'
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise TrajectoryError(f"{file}: cannot be read ({error.strerror}); give the path of a trajectory") from error
-    except UnicodeDecodeError as error:
-        raise TrajectoryError(f"{file}: is not UTF-8 text at byte {error.start}; {expected}") from error
-    except json.JSONDecodeError as error:
-        raise TrajectoryError(f"{file}:{error.lineno}: is not JSON ({error.msg}); {expected}") from error
-    if isinstance(content, list):
-        content = {"messages": content}
-    if not isinstance(content, dict) or not isinstance(content.get("messages"), list):
-        found = f"an object with the keys {sorted(content)}" if isinstance(content, dict) else type(content).__name__
-        raise TrajectoryError(f"{file}: found {found}; {expected}")
-    tools = content.get("tools") or []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise TrajectoryError(f"{file}: `tools` must be a list of OpenAI tool schemas, got {type(tools).__name__}")
-    messages, normalized = _normalize(content["messages"], where=str(file))
-    trajectory = Trajectory(str(content.get("source") or file.name), messages, tuple(tools), normalized)
+        recorded = read_conversation(file)
+    except ConversationFileError as error:
+        raise TrajectoryError(str(error)) from error
+    messages, normalized = _normalize([message.to_openai() for message in recorded.messages], where=str(file))
+    trajectory = Trajectory(recorded.source, messages, recorded.tools, normalized)
     if not trajectory.num_turns:
         raise TrajectoryError(
             f"{file}: {len(messages)} messages, none of them an answer of the assistant; there is nothing to replay"
@@ -115,15 +102,18 @@ def load_trajectory(file: Path | str) -> Trajectory:
     return trajectory
 
 
-def _normalize(messages: Sequence[Any], *, where: str) -> tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]]:
+def _normalize(
+    messages: Sequence[dict[str, Any]], *, where: str
+) -> tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]]:
     normalized: list[str] = []
     result: list[Mapping[str, Any]] = []
     unanswered: deque[str] = deque()
     for idx, message in enumerate(messages):
         place = f"message {idx}"
-        if not isinstance(message, dict) or message.get("role") not in ROLES:
-            found = repr(message.get("role")) if isinstance(message, dict) else type(message).__name__
-            raise TrajectoryError(f"{where}: {place} has the role {found}; expected one of {', '.join(ROLES)}")
+        if message["role"] not in ROLES:
+            raise TrajectoryError(
+                f"{where}: {place} has the role {message['role']!r}; expected one of {', '.join(ROLES)}"
+            )
         copy = dict(message)
         if copy.get("content") is None:
             copy["content"] = ""

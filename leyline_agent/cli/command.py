@@ -7,9 +7,10 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from typing import Any
 
-from leyline_agent.cli import offline, server
+from leyline_agent.cli import offline, proxy, server
 from leyline_agent.cli.common import API_KEY_VARIABLE, UnusableError
 from leyline_agent.cli.completion import SHELLS, completion
 from leyline_agent.errors import LeylineError, SpliceTransportError
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser(mark: Mark = lambda action, kind: None) -> argparse.ArgumentParser:
     """Return the command line's parser."""
     top = argparse.ArgumentParser(prog="leyline", description=_DESCRIPTION, epilog=_EXIT_CODES)
+    top.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     def command(run: Callable[[argparse.Namespace], int], words: str) -> argparse.ArgumentParser:
@@ -107,9 +109,43 @@ def make_parser(mark: Mark = lambda action, kind: None) -> argparse.ArgumentPars
         of_conversation.add_argument("--extra-key", help="that of the conversation's requests, if they have one")
         of_conversation.add_argument("--json", action="store_true", help="print the server's answer as JSON")
 
+    serve = command(proxy.proxy, "serve an OpenAI-compatible API before another server and edit what passes")
+    mark(serve.add_argument("--policy", required=True, metavar="POLICY", help=_POLICY), "policy")
+    serve.add_argument("--upstream", required=True, metavar="URL", help="the server, such as http://127.0.0.1:30000")
+    serve.add_argument("--host", default="127.0.0.1", help="where to listen (default: 127.0.0.1, this machine alone)")
+    serve.add_argument("--port", type=int, default=8100, metavar="N", help="(default: 8100; 0: a free one)")
+    key_file = serve.add_argument(
+        "--key-file", metavar="FILE", help="the proxy's key, 16 random bytes or more; else LEYLINE_PROXY_KEY has it"
+    )
+    mark(key_file, "file")
+    for option, default, words in (
+        ("--max-conversations", 1024, "remembered; the last used ones stay"),
+        ("--max-memory-mb", 512, "of the remembered conversations' last requests"),
+        ("--max-body-mb", 64, "of one request"),
+    ):
+        serve.add_argument(option, type=int, default=default, metavar="N", help=f"{words} (default: {default})")
+    serve.add_argument(
+        "--timeout", type=float, default=600.0, metavar="S", help="seconds of silence of the upstream (default: 600)"
+    )
+    serve.add_argument("--scrub", action="store_true", help="zero free rows of the server with whatever is forgotten")
+    _add_allow_python(serve)
+
+    counts = command(proxy.stats, "ask a proxy what it kept, moved and recomputed")
+    _add_server(counts, "where the proxy listens, such as http://127.0.0.1:8100")
+    counts.add_argument("--all", action="store_true", help="list every conversation, not the 20 last used")
+    counts.add_argument("--json", action="store_true", help="print the proxy's answer as JSON")
+
     shell = command(completion, "print a script by which a shell completes this command")
     shell.add_argument("shell", choices=SHELLS)
     return top
+
+
+class _Version(argparse.Action):
+    """Looks the version up only when it is asked for: to read the metadata of a package takes milliseconds."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"leyline {version('leyline-agent')}")
+        parser.exit()
 
 
 def _add_policy(command: argparse.ArgumentParser, mark: Mark, name: str, **options: Any) -> None:
@@ -122,12 +158,19 @@ def _add_trajectory(command: argparse.ArgumentParser, mark: Mark, **options: Any
 
 def _add_counting(command: argparse.ArgumentParser) -> None:
     _add_allow_python(command)
-    command.add_argument("--context-window", type=int, metavar="N", help="tokens that the model can take")
+    command.add_argument("--context-window", type=_positive, metavar="N", help="tokens that the model can take")
     exact = command.add_mutually_exclusive_group()
     exact.add_argument("--tokenizer", metavar="PATH", help="count exactly, with the tokenizer in this model folder")
     exact.add_argument("--server", metavar="URL", help="count exactly, with this server's /tokenize")
     command.add_argument("--api-key", help=f"the server's key; better set {API_KEY_VARIABLE}")
     command.add_argument("--timeout", type=float, default=30.0, metavar="S", help="seconds to wait (default: 30)")
+
+
+def _positive(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if not number:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number above 0")
+    return number
 
 
 def _add_allow_python(command: argparse.ArgumentParser) -> None:
@@ -140,8 +183,10 @@ def _add_allow_python(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_server(command: argparse.ArgumentParser) -> None:
-    command.add_argument("url", metavar="URL", help="where the server listens, such as http://127.0.0.1:30000")
+def _add_server(
+    command: argparse.ArgumentParser, words: str = "where the server listens, such as http://127.0.0.1:30000"
+) -> None:
+    command.add_argument("url", metavar="URL", help=words)
     command.add_argument(
         "--api-key",
         default=None,

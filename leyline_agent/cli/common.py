@@ -18,6 +18,17 @@ def api_key(args: argparse.Namespace) -> str | None:
     return args.api_key or os.environ.get(API_KEY_VARIABLE)
 
 
+def check_url(url: str) -> str:
+    """Return a URL without the slash at its end.
+
+    Raises:
+        UnusableError: it does not begin with http:// or https://.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise UnusableError(f"{url}: expected a URL such as http://127.0.0.1:30000; it begins with http:// or https://")
+    return url.rstrip("/")
+
+
 def print_json(value: object) -> None:
     """Print a value for programs; ASCII, so that no terminal's encoding matters."""
     print(json.dumps(value, indent=2))

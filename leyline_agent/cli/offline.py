@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from leyline_agent.cli.common import UnusableError, api_key, print_json
+from leyline_agent.cli.common import UnusableError, api_key, check_url, print_json
 from leyline_agent.errors import PolicyError
 from leyline_agent.policy import Policy, load_policy, policy_library, shipped_policies
 
@@ -59,7 +59,13 @@ def explain(args: argparse.Namespace) -> int:
     """Say what a policy does, and preview it on a conversation."""
     from leyline_agent.explain.text import preview_as_text, prose
 
-    policy = load_policy(args.policy, allow_python=args.allow_python)
+    try:
+        policy = load_policy(args.policy, allow_python=args.allow_python)
+    except PolicyError as error:
+        if not args.policy.endswith(".json"):
+            raise
+        # JSON is YAML: what the loader says of a recording is that it has not the keys of a policy.
+        raise UnusableError(f"explain: {args.policy} is no policy; name one before the recording") from error
     if args.trajectory is None:
         if args.html or args.json or args.directives or args.tokenizer or args.server:
             raise UnusableError("explain: all options are about a recorded conversation: give a TRAJECTORY too")
@@ -144,7 +150,7 @@ def _meter(args: argparse.Namespace, conversation: RecordedConversation) -> Iter
         from leyline_agent.tokenizers import ServerTokenizer
 
         try:
-            tokenizer = ServerTokenizer(args.server, api_key=api_key(args), timeout=args.timeout)
+            tokenizer = ServerTokenizer(check_url(args.server), api_key=api_key(args), timeout=args.timeout)
         except (InvalidURL, ValueError) as error:
             raise UnusableError(f"{args.server}: {error}") from error
         try:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from leyline_agent.cli.common import API_KEY_VARIABLE, UnusableError, api_key, print_json
+from leyline_agent.cli.common import API_KEY_VARIABLE, UnusableError, api_key, check_url, print_json
 from leyline_agent.errors import LeylineError, SpliceTransportError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def health(args: argparse.Namespace) -> int:
     # Here, since the other commands need no network and httpx is half of their start-up time.
     import httpx
 
-    url = f"{args.url.rstrip('/')}/leyline/capabilities"
+    url = f"{check_url(args.url)}/leyline/capabilities"
     key = api_key(args)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
@@ -122,7 +122,7 @@ def _client(args: argparse.Namespace) -> Iterator[Client]:
     from leyline_agent.client import Client
 
     try:
-        with Client(args.url, api_key=api_key(args), timeout=args.timeout) as client:
+        with Client(check_url(args.url), api_key=api_key(args), timeout=args.timeout) as client:
             yield client
     except (SpliceTransportError, InvalidURL, ValueError) as error:
         raise UnusableError(str(error)) from error

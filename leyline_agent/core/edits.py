@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from leyline_agent.core.messages import Message
 from leyline_agent.core.protocol import Mode
 
 
-@dataclass(frozen=True, slots=True)
-class Edit:
+class Edit(NamedTuple):
     """Put `replacement` in the place of `messages[start:end]`.
 
-    Replacing one message has one replacement, dropping has none, collapsing several has one stub.
+    Replacing one message has one replacement, dropping has none, collapsing several has one stub. A tuple, since a turn
+    may make hundreds and a frozen dataclass takes four times as long to make.
     """
 
     start: int

@@ -45,7 +45,8 @@ class Message:
 
     def to_openai(self) -> dict[str, Any]:
         """Return a deep copy of `raw`: equal to what came, unknown keys and key order included."""
-        return copy.deepcopy(dict(self.raw))
+        copied: dict[str, Any] = _copied(dict(self.raw))
+        return copied
 
     @property
     def text(self) -> str:
@@ -61,9 +62,10 @@ class Message:
     def tool_calls(self) -> tuple[ToolCall, ...]:
         """One for each entry of the dict's `tool_calls`, in order; malformed entries are not skipped."""
         calls = self.raw.get("tool_calls")
-        if not isinstance(calls, Sequence) or isinstance(calls, str):
+        # Lists and dicts are asked for first: to ask for any sequence or mapping takes longer than the rest of this.
+        if type(calls) is not list and (not isinstance(calls, Sequence) or isinstance(calls, str)):
             return ()
-        return tuple(_tool_call(call) for call in calls)
+        return tuple([_tool_call(call) for call in calls])
 
     @property
     def tool_call_id(self) -> str | None:
@@ -91,8 +93,7 @@ class Message:
         Raises:
             TypeError: the dict holds a value that JSON has no form for.
         """
-        canonical = json.dumps(self.raw, sort_keys=True, separators=(",", ":"), default=_plain_mapping)
-        return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+        return hashlib.sha256(_CANONICAL.encode(self.raw).encode("ascii")).hexdigest()
 
 
 def messages_from_openai(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -117,7 +118,19 @@ def _message(message: object, place: str) -> Message:
     role = message["role"]
     if not isinstance(role, str) or not role:
         raise ValueError(f"{place}: got role {role!r:.80}, expected a non-empty string such as 'user'")
-    return Message(role, copy.deepcopy(dict(message)))
+    return Message(role, _copied(dict(message)))
+
+
+def _copied(value: Any) -> Any:
+    """Return a deep copy. What JSON is made of is copied here, ten times as fast as `copy.deepcopy` does it."""
+    kind = type(value)
+    if kind is str or value is None or kind is int or kind is bool or kind is float:
+        return value
+    if kind is dict:
+        return {key: _copied(part) for key, part in value.items()}
+    if kind is list:
+        return [_copied(part) for part in value]
+    return copy.deepcopy(value)
 
 
 def _part_text(part: object) -> str:
@@ -129,11 +142,11 @@ def _part_text(part: object) -> str:
 
 
 def _tool_call(call: object) -> ToolCall:
-    if not isinstance(call, Mapping):
+    if type(call) is not dict and not isinstance(call, Mapping):
         return ToolCall(None, "", "")
     call_id = _str_or_none(call.get("id"))
     function = call.get("function")
-    if not isinstance(function, Mapping):
+    if type(function) is not dict and not isinstance(function, Mapping):
         return ToolCall(call_id, "", "")
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
@@ -150,3 +163,7 @@ def _plain_mapping(value: object) -> dict[str, Any]:
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"a message holds a {type(value).__name__}, which has no JSON form; send plain values")
+
+
+# `json.dumps` would make one for every message.
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=_plain_mapping)

@@ -144,6 +144,9 @@ class Note(_Wire):
     """With a forget of either kind: also zero every row of the pool that nothing refers to."""
     gate: Literal["auto", "off"] = "auto"
     """`auto`: the server may find a re-prefill cheaper."""
+    template_changes: Literal["amortize", "reprefill"] = "amortize"
+    """Where the answer of the base is rendered to other tokens than were generated: `reprefill` splices nothing from
+    there on. Explicit directives are carried out either way."""
     directives: Annotated[tuple[Directive, ...], Field(max_length=MAX_DIRECTIVES)] | None = None
     """Explicit directives; None leaves the diff to the server."""
     base_len: Annotated[StrictInt, Field(ge=0)] | None = None
@@ -168,6 +171,8 @@ class DirectiveOutcome(_Reply):
     mode: Mode = Mode.AMORTIZE
     edit_id: str | None = None
     """Names the edit in a later note's `forget`; None where the directive was not carried out."""
+    in_answer: bool = False
+    """It reaches into the answer of the base, as the model generated it, or replaces the tokens right before it."""
 
 
 class Purge(_Reply):
@@ -195,13 +200,20 @@ class Outcome(_Reply):
     directives: tuple[DirectiveOutcome, ...] = ()
     num_directives: int = 0
     """All of them; a header may list fewer than this."""
+    answer_directives: int = 0
+    """Of these, the ones within the answer of the base (`DirectiveOutcome.in_answer`)."""
     kept_tokens: int = 0
     """Where rows were moved: what lies left of the first difference and was cached. 0 elsewhere, where the response's
     own count of cached tokens says it."""
     moved_tokens: int = 0
     """Right of it, copied to new slots and rotated to new positions instead of being prefilled."""
+    answer_moved_tokens: int = 0
+    """Of these, what lies right of the first directive within the answer of the base."""
     prefilled_tokens: int = 0
     """What the splice itself prefilled (the R's). The response counts them as cached; subtract them."""
+    saved_ms: float | None = None
+    """What the prefill of the moved tokens would have taken, as this server has measured its prefill so far, less `ms`.
+    None where nothing was moved, and before batches of comparable sizes were measured."""
     purge: Purge | None = None
     """What a `forget` did to the cached rows; None where nothing was to be forgotten."""
     ms: float = 0.0

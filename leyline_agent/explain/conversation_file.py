@@ -40,7 +40,13 @@ def read_conversation(file: Path | str) -> RecordedConversation:
         content = json.loads(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConversationFileError(f"{file}: cannot read it: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConversationFileError(f"{file}: not UTF-8 text at byte {error.start}; {_EXPECTED}") from error
+    except json.JSONDecodeError as error:
+        place = f"{file}:{error.lineno}:{error.colno}"
+        raise ConversationFileError(f"{place}: not JSON: {error.msg}; {_EXPECTED}") from error
     except (ValueError, RecursionError) as error:
+        # A number of thousands of digits, or thousands of brackets.
         raise ConversationFileError(f"{file}: not JSON: {error}; {_EXPECTED}") from error
     if isinstance(content, list):
         content = {"messages": content}

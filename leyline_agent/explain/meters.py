@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,7 +10,7 @@ from leyline_agent.core.diff import diff_token_ids
 from leyline_agent.core.messages import Message
 from leyline_agent.core.plan import make_plan
 from leyline_agent.core.protocol import Directive, Mode
-from leyline_agent.errors import PlanError
+from leyline_agent.errors import PlanError, RenderError
 from leyline_agent.explain.conversation_file import RecordedConversation
 from leyline_agent.explain.reuse import Change, Piece, Reuse, reuse, states
 from leyline_agent.policy import EstimatedTokens
@@ -19,10 +18,6 @@ from leyline_agent.policy import EstimatedTokens
 if TYPE_CHECKING:
     # Its module imports httpx, which an estimate does not need.
     from leyline_agent.tokenizers import Tokenizer
-
-
-class RenderError(ValueError):
-    """A tokenizer cannot render a prompt."""
 
 
 class Meter(Protocol):
@@ -163,20 +158,10 @@ class ExactMeter:
                 self._conversation.tools,
                 add_generation_prompt=add_generation_prompt,
             )
-        except _render_errors() as error:
+        except ValueError as error:
             raise RenderError(
                 f"the prompt of the first {len(messages)} messages cannot be rendered by {self.name}: {error}"
             ) from error
-
-
-@cache
-def _render_errors() -> tuple[type[Exception], ...]:
-    """Return what tokenizers and chat templates raise about a conversation that they cannot take."""
-    try:
-        from jinja2 import TemplateError
-    except ImportError:
-        return (ValueError, TypeError, KeyError)
-    return (ValueError, TypeError, KeyError, TemplateError)
 
 
 def diff(base_ids: Sequence[int], new_ids: Sequence[int], *, forget: bool) -> list[Directive]:

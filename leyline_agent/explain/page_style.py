@@ -18,10 +18,11 @@ pre:empty { display: none; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; font: 12.5px/1.45 ui-monospace, "DejaVu Sans Mono", monospace;
   margin: 0; max-height: 22em; overflow: auto; }
 figure, article, .cards div { background: var(--card); border: 1px solid var(--line); border-radius: 8px; }
-figure { margin: 0; padding: 12px 14px 6px; }
+figure { margin: 0; padding: 12px 14px 6px; overflow-x: auto; }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 12px; margin: 18px 0; }
 .cards div { padding: 12px 16px; } .cards b { display: block; font-size: 1.5rem; font-variant-numeric: tabular-nums; }
-.chart { display: block; width: 100%; height: auto; } .chart text { font-size: 11.5px; fill: var(--soft); }
+.chart { display: block; width: 100%; min-width: 640px; height: auto; }
+.chart text { font-size: 11.5px; fill: var(--soft); }
 .chart .grid { stroke: var(--line); } .chart .hover { fill: transparent; cursor: pointer; }
 .chart .hover:hover, .chart .now .hover { fill: var(--text); fill-opacity: .09; }
 .chart rect.kept, i.kept { fill: var(--kept); background: var(--kept); }

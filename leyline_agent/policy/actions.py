@@ -39,8 +39,9 @@ def carry_out(work: Work, candidates: Sequence[Item]) -> None:
     elif rule.drop is not None:
         _drop(work, candidates)
     else:
+        stops = work.state.keep.stop_after_tokens is not None
         for item in candidates:
-            if work.is_enough():
+            if stops and work.is_enough():
                 return
             _rewrite(work, item)
 
@@ -64,18 +65,22 @@ def _rewrite(work: Work, item: Item) -> None:
 
 def _replace(work: Work, item: Item, template: str) -> None:
     assert item.raw is not None
-    text = text_of(item.raw)
+    # Nearly always a content is one string: then there are no parts to ask for.
+    is_plain = isinstance(item.raw.get("content"), str)
+    text: str = item.raw["content"] if is_plain else text_of(item.raw)
+    has_others = not is_plain and has_other_parts(item.raw)
     # A short secret goes like a long one: that a stub saves nothing counts only where saving is the point.
-    if not has_other_parts(item.raw) and not text:
+    if not has_others and not text:
         return
-    values = _stub_values(work.history, item)
+    values = _StubValues(work.history, item)
     stub = render_stub(template, values)
-    if len(stub) >= len(text) and not work.forgets and not has_other_parts(item.raw):
+    if len(stub) >= len(text) and not work.forgets and not has_others:
         return
-    if any(is_stub(later, values, text) for later in work.later_stubs if _fits(later, values)):
-        return
+    for later in work.later_stubs:
+        if values.fill(later) and is_stub(later, values, text):
+            return
     work.units.append((item, [item.message_idx]))
-    work.write(item, with_text(item.raw, stub), shortens=True)
+    work.write(item, {**item.raw, "content": stub} if is_plain else with_text(item.raw, stub), shortens=True)
 
 
 def _truncate(work: Work, item: Item, truncate: Truncate) -> None:
@@ -256,18 +261,34 @@ def _owner(history: History, call: HistoryCall) -> Item:
     return history.slots[call.message_idx].items[0]
 
 
-def _stub_values(history: History, item: Item) -> dict[str, str]:
-    values = {
-        "lines": str(item.lines),
-        "tokens": str(history.content_tokens(item.original)),
-        "turns": str(history.num_turns - item.turn),
-        "ref": item.ref,
-    }
-    if item.role == "tool":
-        values |= {"tool": item.tool, "args": shorten_args(item.call.arguments if item.call else "")}
-    return values
+class _StubValues(dict[str, str]):
+    """What the placeholders of a stub stand for, each made when a template asks for it."""
 
+    __slots__ = ("_history", "_item")
 
-def _fits(template: str, values: dict[str, str]) -> bool:
-    """Tell whether a template needs nothing but these values; another rule's may be about another role."""
-    return all(name is None or name in values for _, name in parse_stub(template))
+    def __init__(self, history: History, item: Item) -> None:
+        self._history = history
+        self._item = item
+
+    def fill(self, template: str) -> bool:
+        """Tell whether a template needs nothing but these values; another rule's may be about another role."""
+        is_tool = self._item.role == "tool"
+        return is_tool or all(name not in ("tool", "args") for _, name in parse_stub(template))
+
+    def __missing__(self, name: str) -> str:
+        item = self._item
+        if name == "lines":
+            value = str(item.lines)
+        elif name == "tokens":
+            value = str(self._history.content_tokens(item.original))
+        elif name == "turns":
+            value = str(self._history.num_turns - item.turn)
+        elif name == "ref":
+            value = item.ref
+        elif name == "tool":
+            value = item.tool
+        else:
+            assert name == "args"
+            value = shorten_args(item.call.arguments if item.call else "")
+        self[name] = value
+        return value

@@ -17,7 +17,7 @@ from leyline_agent.policy.conditions import Keep, When
 from leyline_agent.policy.content import text_of
 from leyline_agent.policy.history import History, Item, call_key
 from leyline_agent.policy.patterns import Pattern, compile_pattern
-from leyline_agent.policy.schema import Detector, Policy, Rule
+from leyline_agent.policy.schema import Action, Detector, Policy, Rule
 from leyline_agent.policy.selecting import IndexRange, Superseded
 
 
@@ -32,6 +32,8 @@ class RuleState:
     detector: Detector | None
     pattern: Pattern | None
     index: IndexRange | None
+    action: Action
+    min_age: int
     pending: list[Item] = field(default_factory=list)
     """What it may come to edit, in order; what it has edited is in it no more."""
     unanswered: dict[str, list[Item]] = field(default_factory=dict)
@@ -51,7 +53,17 @@ class RuleState:
             index = IndexRange.model_construct(from_=index, to=index)
         # A rule that redacts looks for its pattern everywhere, as it goes over the message.
         pattern = compile_pattern(select.matches) if select.matches and rule.redact is None else None
-        return cls(idx, rule, policy.when_of(rule), policy.keep_of(rule), policy.detector(rule), pattern, index)
+        return cls(
+            idx,
+            rule,
+            policy.when_of(rule),
+            policy.keep_of(rule),
+            policy.detector(rule),
+            pattern,
+            index,
+            rule.action,
+            select.min_age,
+        )
 
     def arrive(self, item: Item) -> None:
         """Take a new item, if the rule can ever be about it."""
@@ -91,7 +103,7 @@ class RuleState:
 
     def too_new(self, item: Item, history: History) -> bool:
         """Tell whether an item is younger than the rule's age."""
-        return history.num_turns - item.turn < self.rule.select.min_age
+        return history.num_turns - item.turn < self.min_age
 
     def candidates(self, history: History) -> tuple[list[Item], str]:
         """Return what to edit now, oldest first, and what kept the first item that was kept.
@@ -104,11 +116,14 @@ class RuleState:
         found: list[Item] = []
         done: set[int] = set()
         kept = ""
+        newest_turn = history.num_turns - self.min_age
+        ends = self.index is not None and self.index.to < 0
+        always_fits = self.index is None and self.rule.select.larger_than is None and self.pattern is None
         for item in self.pending:
             if item.raw is None:
                 done.add(item.number)
                 continue
-            if self.too_new(item, history) or self._beyond_index(item, history):
+            if item.turn > newest_turn or (ends and self._beyond_index(item, history)):
                 if one_line:
                     break
                 continue
@@ -120,7 +135,7 @@ class RuleState:
                 continue
             if wanted is not None and item.message_idx not in wanted:
                 continue
-            if self._fits(item, history):
+            if always_fits or self._fits(item, history):
                 found.append(item)
             else:
                 done.add(item.number)
@@ -162,8 +177,8 @@ class RuleState:
         return select.tool is None or _any_glob(select.tool, (tool,))
 
     def _beyond_index(self, item: Item, history: History) -> bool:
-        """Tell whether an item lies after the selected places, counted from the end of the list as it is now."""
-        return self.index is not None and self.index.to < 0 and item.message_idx > len(history.slots) + self.index.to
+        """Tell whether an item lies after the last selected place, counted from the end of the list as it is now."""
+        return self.index is not None and item.message_idx > len(history.slots) + self.index.to
 
     def _fits(self, item: Item, history: History) -> bool:
         """Ask what depends on what is left of an item, once it is old enough; an answer of no is final."""

@@ -68,9 +68,9 @@ def _put_run(
     forgets = any(slot.mode is Mode.FORGET for slot in slots) or any(run.mode is Mode.FORGET for run in runs)
     mode = Mode.FORGET if forgets else work.rule.mode
     newest = max(turn for turn, _, run in stretch if run is None)
-    before = [run.stub for run in runs], sum(run.tokens for run in runs)
+    before = [(run.stub, run.tokens) for run in runs]
     new_run = Run(start, end, message, tokens, num_turns, lines, taken_tokens, ref, mode, work.rule.name)
-    history.put(history, "tokens", history.tokens + tokens - before[1])
+    history.put(history, "tokens", history.tokens + tokens - sum(run.tokens for run in runs))
     history.put(history, "num_messages", history.num_messages + 1 - len(runs))
     run = new_run
     if runs:

@@ -11,12 +11,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from leyline_agent.core.messages import Message
+from leyline_agent.core.messages import Message, ToolCall
 
 Raw = Mapping[str, Any]
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "thinking_blocks")
+_REASONING = frozenset(REASONING_KEYS)
 REASONING_BLOCKS = frozenset({"thinking", "redacted_thinking", "reasoning"})
+_NO_OTHER_BLOCKS = REASONING_BLOCKS | {"text", "tool_use"}
 _THINK_START, _THINK_END = "<think>", "</think>"
 
 
@@ -42,7 +44,8 @@ def blocks_of(raw: Raw) -> Sequence[Any]:
 
 def block_type(block: object) -> str:
     """Return a content part's type; "" where it has none."""
-    kind = block.get("type") if isinstance(block, Mapping) else None
+    # A dict is asked for first: to ask for any mapping takes longer than the rest of this.
+    kind = block.get("type") if type(block) is dict or isinstance(block, Mapping) else None
     return kind if isinstance(kind, str) else ""
 
 
@@ -56,8 +59,8 @@ def text_of(raw: Raw) -> str:
 
 def has_other_parts(raw: Raw) -> bool:
     """Tell whether a content has parts, such as an image, that are neither text nor reasoning nor calls."""
-    kept = REASONING_BLOCKS | {"text", "tool_use"}
-    return any(not isinstance(part, str) and block_type(part) not in kept for part in blocks_of(raw))
+    parts = blocks_of(raw)
+    return bool(parts) and any(not isinstance(part, str) and block_type(part) not in _NO_OTHER_BLOCKS for part in parts)
 
 
 def with_text(raw: Raw, text: str) -> dict[str, Any]:
@@ -73,9 +76,8 @@ def with_text(raw: Raw, text: str) -> dict[str, Any]:
 def calls_of(raw: Raw) -> list[RawCall]:
     """Return the calls of an assistant message, in order; malformed entries of `tool_calls` are not skipped."""
     calls: list[RawCall] = []
-    entries = raw.get("tool_calls")
-    if entries and isinstance(entries, list | tuple):
-        for view, entry in zip(Message("assistant", raw).tool_calls, entries, strict=True):
+    if raw.get("tool_calls"):
+        for view, entry in zip(_views(raw), raw["tool_calls"], strict=False):
             calls.append(RawCall(view.id or None, view.name, view.arguments, (entry,)))
     if not blocks_of(raw):
         return calls
@@ -93,6 +95,12 @@ def calls_of(raw: Raw) -> list[RawCall]:
             arguments = json.dumps(block.get("input") or {}, ensure_ascii=False, default=str)
             calls.append(RawCall(call_id or None, name if isinstance(name, str) else "", arguments, (block,)))
     return calls
+
+
+def _views(raw: Raw) -> tuple[ToolCall, ...]:
+    """Return what the entries of `tool_calls` say; none where those are no list."""
+    entries = raw["tool_calls"]
+    return Message("assistant", raw).tool_calls if isinstance(entries, list | tuple) else ()
 
 
 def with_calls_apart(raw: Raw) -> Raw:
@@ -172,16 +180,20 @@ def texts_of(raw: Raw) -> tuple[list[str], int]:
     texts: list[str] = []
     num_other = 0
     content = raw.get("content")
+    calls: Sequence[RawCall | ToolCall] = ()
     if isinstance(content, str):
         texts.append(content)
     elif isinstance(content, list | tuple):
         num_other = _collect(content, texts)
-    if raw.get("tool_calls") or not isinstance(content, str):
-        for call in calls_of(raw):
-            texts += (call.name, call.arguments)
-    for key in REASONING_KEYS:
-        if key in raw:
-            texts += _strings(raw[key])
+        calls = calls_of(raw)
+    if not calls and raw.get("tool_calls"):
+        calls = _views(raw)
+    for call in calls:
+        texts += (call.name, call.arguments)
+    if not _REASONING.isdisjoint(raw):
+        for key in REASONING_KEYS:
+            if key in raw:
+                texts += _strings(raw[key])
     return texts, num_other
 
 

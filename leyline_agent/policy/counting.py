@@ -87,11 +87,13 @@ class EstimatedTokens(TextTokens):
         super().__init__(estimate_tokens, "estimate")
 
 
-@lru_cache(maxsize=4096)
 def estimate_tokens(text: str) -> int:
     """Estimate the tokens of a text."""
-    if text.isascii():
-        return (len(text) + 3) // 4
+    return (len(text) + 3) // 4 if text.isascii() else _estimate_beyond_ascii(text)
+
+
+@lru_cache(maxsize=4096)
+def _estimate_beyond_ascii(text: str) -> int:
     num_dense = len(_DENSE.findall(text))
     num_ascii = len(text.encode("ascii", "ignore"))
     num_wide = len(text) - num_dense - num_ascii

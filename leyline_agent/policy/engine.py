@@ -20,7 +20,7 @@ from leyline_agent.policy.candidates import RuleState
 from leyline_agent.policy.counting import EstimatedTokens, TokenCounter
 from leyline_agent.policy.history import History, Item, Run
 from leyline_agent.policy.prose import describe_selection
-from leyline_agent.policy.report import Applied, Idle, Made, WhyIdle
+from leyline_agent.policy.report import Applied, Batch, Idle, WhyIdle
 from leyline_agent.policy.schema import Action, Policy
 from leyline_agent.policy.triggers import explain_trigger, fires, needs_context_window
 from leyline_agent.policy.work import Work
@@ -114,28 +114,42 @@ class PolicyRun:
                 )
         self._lock = threading.Lock()
         self._seen: list[Mapping[str, Any]] = []
+        self._sizes: Mapping[int, int] = {}
         self._tools: Tools = None
         self._replay = _Replay(policy, self._counter, self._context_window, None)
         self._applied: Applied | None = None
 
-    def apply(self, messages: Sequence[Message], *, tools: Tools = None) -> Applied:
-        """Apply the policy to a message list: the whole history as it happened."""
+    def apply(
+        self, messages: Sequence[Message], *, tools: Tools = None, sizes: Mapping[int, int] | None = None
+    ) -> Applied:
+        """Apply the policy to a message list: the whole history as it happened.
+
+        Args:
+            messages: the history.
+            tools: as for `apply_policy`.
+            sizes: exact numbers of tokens where they are known: `{n: tokens}` of the prompt, edited as it was sent,
+                that consists of the first n messages, the last of which is its answer. Rules go by them from there on,
+                and count what comes after. The same history needs the same sizes each time.
+        """
+        sizes = sizes or {}
         with self._lock:
             # Dicts compare much faster than messages, and a message is its dict.
             given = [message.raw for message in messages]
-            if self._applied is not None and given == self._seen and tools == self._tools:
+            known = {num: size for num, size in sizes.items() if num <= len(self._seen)} == self._sizes
+            if self._applied is not None and known and given == self._seen and tools == self._tools:
                 return self._applied
-            if not self._goes_on(given, tools):
+            if not known or not self._goes_on(given, tools):
                 self._replay = _Replay(self.policy, self._counter, self._context_window, tools)
                 self._seen, self._tools = [], tools
             try:
-                self._replay.extend(messages[len(self._seen) :])
+                self._replay.extend(messages[len(self._seen) :], sizes)
             except BaseException:
                 # Half of a turn is in the replay: the next call starts anew.
                 self._replay = _Replay(self.policy, self._counter, self._context_window, tools)
-                self._seen, self._applied = [], None
+                self._seen, self._sizes, self._applied = [], {}, None
                 raise
             self._seen = given
+            self._sizes = {num: size for num, size in sizes.items() if num <= len(given)}
             self._applied = self._replay.applied(messages)
             return self._applied
 
@@ -168,22 +182,26 @@ class _Replay:
         self._history.tokens += tools_tokens
         self._history.tokens_before += tools_tokens
         self._edits: dict[int, Edit] = {}
-        self._made: list[Made] = []
-        self._num_made_before = 0
+        self._batches: list[Batch] = []
+        self._num_batches_before = 0
         self._idle: list[tuple[str, WhyIdle, str]] = []
         self._last_request = 0
 
-    def extend(self, messages: Sequence[Message]) -> None:
+    def extend(self, messages: Sequence[Message], sizes: Mapping[int, int]) -> None:
         """Take further messages, and make the edits of each request that was sent among them."""
         for message in messages:
             if message.role == "assistant":
-                self._request()
+                self._request(explains=False)
             slot = self._history.append(message)
             for item in slot.items:
                 if item.call is not None and item.call.gone_by is not None:
                     self._follow(item, *item.call.gone_by)
                 for state in self._states:
                     state.arrive(item)
+            exact = sizes.get(len(self._history.slots))
+            if exact is not None:
+                self._history.tokens_before += exact - self._history.tokens
+                self._history.tokens = exact
         self._request()
 
     def applied(self, messages: Sequence[Message]) -> Applied:
@@ -194,50 +212,55 @@ class _Replay:
             turn=history.num_turns,
             original=tuple(messages),
             edits=edits,
-            made=tuple(self._made),
-            new=tuple(self._made[self._num_made_before :]),
             idle=tuple(Idle(*row) for row in self._idle),
             tokens_before=history.tokens_before,
             tokens_after=history.tokens,
             counted=history.counter.name,
+            batches=tuple(self._batches),
+            num_batches_before=self._num_batches_before,
         )
 
-    def _request(self) -> None:
-        """Let every rule make its edits, if anything came since the last request."""
+    def _request(self, *, explains: bool = True) -> None:
+        """Let every rule make its edits, if anything came since the last request.
+
+        Why a rule made none is for the report of this request; nobody asks for that of one long ago.
+        """
         if len(self._history.slots) == self._last_request:
             return
         self._last_request = len(self._history.slots)
-        self._num_made_before = self._num_made_at_request()
+        self._num_batches_before = self._num_batches_at_request()
         self._idle = []
         for state in self._states:
-            reason = self._edit(state)
-            if reason is not None:
+            reason = self._edit(state, explains)
+            if reason is not None and explains:
                 self._idle.append((state.rule.name, *reason))
 
-    def _num_made_at_request(self) -> int:
-        """Count the edits made before this request; results that followed a call away came with it."""
-        num_made = len(self._made)
-        while num_made and self._made[num_made - 1].turn == self._history.num_turns:
-            num_made -= 1
-        return num_made
+    def _num_batches_at_request(self) -> int:
+        """Count the batches before this request; of results that followed a call away they came with it."""
+        num_batches = len(self._batches)
+        while num_batches and self._batches[num_batches - 1].turn == self._history.num_turns:
+            num_batches -= 1
+        return num_batches
 
-    def _edit(self, state: RuleState) -> tuple[WhyIdle, str] | None:
+    def _edit(self, state: RuleState, explains: bool) -> tuple[WhyIdle, str] | None:
         """Let one rule make its edits; return why it made none."""
         history = self._history
         if state.when is not None and not fires(state.when, history, self._context_window):
-            return "trigger", f"trigger not met: {explain_trigger(state.when, history, self._context_window)}"
+            compared = explain_trigger(state.when, history, self._context_window) if explains else ""
+            return "trigger", f"trigger not met: {compared}"
         candidates, kept = state.candidates(history)
         if not candidates:
             if kept:
                 return "kept", f"what it selects is kept: {kept}"
             return "nothing_selected", "nothing in the conversation is selected that was not edited before"
         gate = state.keep.min_reclaim_tokens
-        if gate is not None and state.rule.action in _WITHIN_ITEMS:
+        if gate is not None and state.action in _WITHIN_ITEMS:
             # Cheaper than to try, and mostly so: what is there does not suffice.
             most = sum(history.item_tokens(item) for item in candidates)
             if most < gate:
                 return "below_min_reclaim", f"would reclaim less than {most:,} of {gate:,} tokens"
         runs = list(self._runs[state.idx])
+        history.settle(reversible=gate is not None)
         work = Work(state, history, self._stubs[state.idx], runs)
         fired = "" if state.when is None else f"; fired: {explain_trigger(state.when, history, self._context_window)}"
         carry_out(work, candidates)
@@ -245,7 +268,7 @@ class _Replay:
             state.dismiss(work.done)
             return (
                 "no_gain",
-                f"{len(candidates)} selected, and {_NO_GAIN.get(state.rule.action, 'a stub saves nothing')}",
+                f"{len(candidates)} selected, and {_NO_GAIN.get(state.action, 'a stub saves nothing')}",
             )
         if gate is not None and work.reclaimed_tokens < gate:
             reclaimed = work.reclaimed_tokens
@@ -259,41 +282,28 @@ class _Replay:
 
     def _record(self, work: Work, fired: str) -> None:
         """Take down what a rule did, and how each message that it touched stands now."""
-        history, rule = self._history, work.rule
-        selection = self._selections[work.state.idx]
-        for item, idxs in _merged(work.units):
-            slots = [history.slots[idx] for idx in idxs]
-            earlier = [work.before[idx] for idx in idxs]
-            self._made.append(
-                Made(
-                    rule=rule.name,
-                    action=rule.action,
-                    mode=rule.mode,
-                    turn=history.num_turns,
-                    message_idxs=tuple(idxs),
-                    before=tuple(message for message, _ in earlier if message is not None),
-                    after=tuple(slot.current for slot in slots if slot.current is not None),
-                    tokens_before=sum(tokens for _, tokens in earlier),
-                    tokens_after=sum(slot.tokens for slot in slots),
-                    reason=f"{_describe(item, history)} (rule: {selection}){fired}",
-                )
+        history, rule, slots = self._history, work.rule, self._history.slots
+        self._batches.append(
+            Batch(
+                rule.name,
+                work.state.action,
+                rule.mode,
+                history.num_turns,
+                f" (rule: {self._selections[work.state.idx]}){fired}",
+                work.units,
+                work.before,
+                {idx: (slots[idx].current, slots[idx].tokens) for idx in work.before},
+                [
+                    (
+                        item,
+                        range(run.start, run.end),
+                        [*stubs, *(work.before[idx] for idx in taken)],
+                        (run.stub, run.tokens),
+                    )
+                    for item, run, taken, stubs in work.collapsed
+                ],
             )
-        for item, run, taken, (stubs, stub_tokens) in work.collapsed:
-            earlier = [work.before[idx] for idx in taken]
-            self._made.append(
-                Made(
-                    rule=rule.name,
-                    action=rule.action,
-                    mode=rule.mode,
-                    turn=history.num_turns,
-                    message_idxs=tuple(range(run.start, run.end)),
-                    before=(*stubs, *(message for message, _ in earlier if message is not None)),
-                    after=(run.stub,),
-                    tokens_before=stub_tokens + sum(tokens for _, tokens in earlier),
-                    tokens_after=run.tokens,
-                    reason=f"{_describe(item, history)} (rule: {selection}){fired}",
-                )
-            )
+        )
         for idx in work.before:
             self._note(idx)
         for _, run, _, _ in work.collapsed:
@@ -316,52 +326,12 @@ class _Replay:
         """Take a result away whose call is gone: it came late, and would be left over."""
         history = self._history
         slot = history.slots[item.message_idx]
-        before, tokens = slot.current, slot.tokens
-        history.write(item, None)
-        history.put(slot, "mode", mode)
-        history.put(slot, "rule", rule)
+        idx = item.message_idx
+        before = {idx: (slot.current, slot.tokens)}
         history.settle()
-        self._made.append(
-            Made(
-                rule=rule,
-                action=action,
-                mode=mode,
-                turn=history.num_turns,
-                message_idxs=(item.message_idx,),
-                before=() if before is None else (before,),
-                after=() if slot.current is None else (slot.current,),
-                tokens_before=tokens,
-                tokens_after=slot.tokens,
-                reason=f"{_describe(item, history)}; its call is gone already, and a result does not stay without it",
-            )
-        )
-        self._note(item.message_idx)
-
-
-def _merged(units: Sequence[tuple[Item, list[int]]]) -> list[tuple[Item, list[int]]]:
-    """Join edits that touched the same message, such as the calls of one assistant message."""
-    merged: list[tuple[Item, list[int]]] = []
-    owner: dict[int, int] = {}
-    for item, idxs in units:
-        at = next((owner[idx] for idx in idxs if idx in owner), None)
-        if at is None:
-            at = len(merged)
-            merged.append((item, list(idxs)))
-        else:
-            merged[at] = (merged[at][0], sorted({*merged[at][1], *idxs}))
-        owner |= dict.fromkeys(idxs, at)
-    return merged
-
-
-def _describe(item: Item, history: History) -> str:
-    """Say what a message is and how old, for people."""
-    nouns = {
-        "tool": "tool output",
-        "user": "user message",
-        "assistant": "assistant message",
-        "system": "system message",
-    }
-    noun = nouns.get(item.role, f"{item.role} message")
-    age = history.num_turns - item.turn
-    of_tool = f" of {item.tool}" if item.role == "tool" else ""
-    return f"{noun}{of_tool}, {age} turn{'' if age == 1 else 's'} old"
+        history.write(item, None)
+        slot.mode, slot.rule = mode, rule
+        after = {idx: (slot.current, slot.tokens)}
+        why = "; its call is gone already, and a result does not stay without it"
+        self._batches.append(Batch(rule, action, mode, history.num_turns, why, [(item, [idx])], before, after))
+        self._note(idx)

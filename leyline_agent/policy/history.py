@@ -158,6 +158,8 @@ class History:
     _pairing: Pairing = field(default_factory=Pairing)
     _has_task: bool = False
     _last_of_key: dict[str, Item] = field(default_factory=dict)
+    reversible: bool = False
+    """Whether what is put now may be taken back; to remember it costs as much as to do it."""
     _undo: list[tuple[Any, str, Any]] = field(default_factory=list)
     _overhead: int | None = None
 
@@ -187,13 +189,19 @@ class History:
         return slot
 
     def put(self, target: object, attribute: str, value: object) -> None:
-        """Set an attribute so that `take_back` can restore it."""
-        self._undo.append((target, attribute, getattr(target, attribute)))
+        """Set an attribute so that `take_back` can restore it, where the history is `reversible`."""
+        if self.reversible:
+            self._undo.append((target, attribute, getattr(target, attribute)))
         setattr(target, attribute, value)
 
-    def settle(self) -> None:
-        """Make what was put since the last time final."""
+    def keep(self, target: object, *attributes: str) -> None:
+        """Remember attributes for `take_back` before they are set; to be called where the history is `reversible`."""
+        self._undo += [(target, attribute, getattr(target, attribute)) for attribute in attributes]
+
+    def settle(self, *, reversible: bool = False) -> None:
+        """Make what was put since the last time final, and say whether what comes may be taken back."""
         self._undo.clear()
+        self.reversible = reversible
 
     def take_back(self) -> None:
         """Restore everything that was put since `settle`."""
@@ -204,21 +212,26 @@ class History:
     def write(self, item: Item, raw: Raw | None, *, shortens: bool = False) -> None:
         """Put something in an item's place, or nothing."""
         slot = self.slots[item.message_idx]
+        if self.reversible:
+            self.keep(self, "num_tool_uses")
+            self.keep(item, "shortened", "raw")
         if item.role == "tool" and not item.shortened and (shortens or raw is None) and item.raw is not None:
-            self.put(self, "num_tool_uses", self.num_tool_uses - 1)
-        if shortens and not item.shortened:
-            self.put(item, "shortened", True)
-        self.put(item, "raw", raw)
+            self.num_tool_uses -= 1
+        item.shortened = item.shortened or shortens
+        item.raw = raw
         self.put_message(slot, self._assembled(slot))
 
     def put_message(self, slot: Slot, message: Message | None) -> None:
         """Put a message in a slot's place and count it."""
+        if self.reversible:
+            self.keep(self, "num_messages", "tokens")
+            self.keep(slot, "tokens", "current")
         tokens = 0 if message is None else self.counter.count_message(message.raw)
         if (message is None) != (slot.current is None):
-            self.put(self, "num_messages", self.num_messages + (1 if slot.current is None else -1))
-        self.put(self, "tokens", self.tokens + tokens - slot.tokens)
-        self.put(slot, "tokens", tokens)
-        self.put(slot, "current", message)
+            self.num_messages += 1 if slot.current is None else -1
+        self.tokens += tokens - slot.tokens
+        slot.tokens = tokens
+        slot.current = message
 
     def content_tokens(self, raw: Raw) -> int:
         """Count the tokens of a content alone, without what the template puts around it."""

@@ -14,9 +14,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from leyline_agent.errors import PolicyError
+from leyline_agent.policy.conditions import Keep, When
 from leyline_agent.policy.library import shipped_folder, shipped_policies
 from leyline_agent.policy.marks import Document, key_path
-from leyline_agent.policy.schema import Detector, Policy
+from leyline_agent.policy.schema import Detector, Policy, Rule
+from leyline_agent.policy.selecting import Select
 
 MAX_POLICY_BYTES = 1 << 20
 """A policy file is a page of text; anything above this is another file given by mistake."""
@@ -30,6 +32,21 @@ _EXPECTED = {
     "string_too_short": "text that is not empty",
     "string_pattern_mismatch": "'package.module:function'",
     "too_short": "at least one entry",
+}
+_MISSING = {
+    "version": "'version: 1'",
+    "rules": "'rules: []' or some rules",
+    "name": "one, such as 'name: old outputs'",
+    "select": "what it is about, such as 'select: {role: tool}'",
+    "role": "whose messages, such as 'role: tool'",
+}
+"""What to add where a key is missing."""
+_OWNERS: dict[type[BaseModel], str] = {
+    Policy: "the policy",
+    Rule: "a rule",
+    Select: "'select'",
+    When: "'when'",
+    Keep: "'keep'",
 }
 # A longer list of keys stands on lines of its own, which fit 100 columns.
 _INLINE_CHARS = 40
@@ -200,29 +217,43 @@ def _message(kind: str, context: dict[str, Any], details: ErrorDetails, path: tu
         return str(context["message"])
     if kind == "extra_forbidden":
         known = _known_keys(path[:-1])
-        keys = f"{', '.join(known)}{_near(str(path[-1]), known)}"
+        keys = f"{', '.join(known)}{_near(str(path[-1]), known) or _elsewhere(str(path[-1]))}"
         if len(keys) <= _INLINE_CHARS:
             return f"unknown key, expected one of {keys}"
         return "\n    ".join(("unknown key, expected one of", *textwrap.wrap(keys, _LIST_CHARS)))
     if kind == "missing":
-        return "missing; add it"
+        return f"missing; add {_MISSING.get(str(path[-1]), 'it')}"
     if kind in ("literal_error", "enum"):
         choices = str(context["expected"])
         words = [word.strip("'") for word in choices.replace(" or ", ", ").split(", ")]
         return f"got {got}, expected {choices}{_near(str(details['input']), words)}"
     if kind == "model_type":
-        return f"got {got}, expected a mapping with the keys {', '.join(_known_keys(path))}"
+        known = _known_keys(path)
+        if len(known) == 1:
+            meant = details["input"] if isinstance(details["input"], int | float | str) else "…"
+            return f"got {got}, expected a mapping such as {{{known[0]}: {meant}}}"
+        return f"got {got}, expected a mapping with the keys {', '.join(known)}"
     if kind == "greater_than_equal":
         return f"got {got}, expected {context['ge']} or more"
     if kind in ("greater_than", "less_than_equal"):
         return f"got {got}, expected a share above 0 and up to 1, such as 0.7"
     expected = _EXPECTED.get(kind)
+    if kind == "string_type" and isinstance(details["input"], list | dict):
+        return f"got {got}, expected text; one that begins with '[' or '{{' needs quotes"
+    if kind == "tuple_type" and isinstance(details["input"], dict):
+        return f"got {got}, expected a list, whose entries begin with '- '"
     return f"got {got}, expected {expected}" if expected else f"got {got}: {details['msg']}"
 
 
 def _near(word: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _elsewhere(key: str) -> str:
+    """Say where else a key is known; "" where it is nowhere."""
+    owners = [owner for model, owner in _OWNERS.items() if key in model.model_fields]
+    return f"; {key!r} is a key of {' or of '.join(owners)}" if owners else ""
 
 
 def _known_keys(path: tuple[int | str, ...]) -> list[str]:

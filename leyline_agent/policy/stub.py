@@ -53,14 +53,18 @@ def check_stub(template: str, known: Collection[str]) -> None:
 
 def render_stub(template: str, values: Mapping[str, str]) -> str:
     """Return the template with its placeholders filled in; braces inside of `values` stay as they are."""
-    return "".join(literal + (values[field] if field else "") for literal, field in parse_stub(template))
+    return template.format_map(values)
 
 
 def is_stub(template: str, values: Mapping[str, str], text: str) -> bool:
     """Tell whether `text` is this template filled in with these values, whatever its counts are."""
+    pieces = parse_stub(template)
+    if pieces and not text.startswith(pieces[0][0]):
+        # So it is with nearly every text; the rest costs a pattern of its own for each.
+        return False
     pattern = "".join(
         re.escape(literal) + ("" if field is None else r"\d+" if field in _COUNTS else re.escape(values[field]))
-        for literal, field in parse_stub(template)
+        for literal, field in pieces
     )
     return re.fullmatch(pattern, text) is not None
 

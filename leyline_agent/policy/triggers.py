@@ -34,7 +34,7 @@ def explain_trigger(when: When, history: History, context_window: int | None) ->
         share = history.tokens / context_window if context_window else 0.0
         parts.append(f"{share:.0%} of {when.context:.0%} of the context window")
     if when.every is not None:
-        parts.append(f"turn {history.num_turns} of every {when.every}")
+        parts.append(f"turn {history.num_turns}, every {when.every} turns")
     for word, group in (("and", when.all_of), ("or", when.any_of)):
         if group is not None:
             joined = f" {word} ".join(explain_trigger(part, history, context_window) for part in group)

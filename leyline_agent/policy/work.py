@@ -27,22 +27,19 @@ class Work:
     """Each edit: the item it was about, and the messages that it touched."""
     before: dict[int, tuple[Message | None, int]] = field(default_factory=dict)
     """Each touched message and its tokens as they were."""
-    collapsed: list[tuple[Item, Run, list[int], tuple[list[Message], int]]] = field(default_factory=list)
+    collapsed: list[tuple[Item, Run, list[int], list[tuple[Message, int]]]] = field(default_factory=list)
     """Each edit that made or enlarged a run: its newest item, the messages that it took, and the stubs that stood there
     before, with their tokens."""
     done: set[int] = field(default_factory=set)
     """Numbers of the items that the rule is through with."""
     start_tokens: int = 0
+    rule: Rule = field(init=False)
+    forgets: bool = field(init=False)
+    """Whether nothing of what it edits may survive."""
 
-    @property
-    def rule(self) -> Rule:
-        """The rule."""
-        return self.state.rule
-
-    @property
-    def forgets(self) -> bool:
-        """Whether nothing of what it edits may survive."""
-        return self.rule.mode is Mode.FORGET
+    def __post_init__(self) -> None:
+        self.rule = self.state.rule
+        self.forgets = self.rule.mode is Mode.FORGET
 
     @property
     def reclaimed_tokens(self) -> int:
@@ -56,12 +53,15 @@ class Work:
 
     def touch(self, message_idx: int) -> None:
         """Note how a message was, and that this rule edits it."""
-        slot = self.history.slots[message_idx]
+        history, rule = self.history, self.rule
+        slot = history.slots[message_idx]
         if message_idx not in self.before:
             self.before[message_idx] = (slot.current, slot.tokens)
-        mode = Mode.FORGET if self.forgets or slot.mode is Mode.FORGET else self.rule.mode
-        self.history.put(slot, "mode", mode)
-        self.history.put(slot, "rule", self.rule.name)
+        if history.reversible:
+            history.keep(slot, "mode", "rule")
+        if slot.mode is not Mode.FORGET:
+            slot.mode = rule.mode
+        slot.rule = rule.name
 
     def write(self, item: Item, raw: Any, *, shortens: bool = False) -> None:
         """Put something in an item's place."""

@@ -7,7 +7,9 @@ Facts are those of SGLang 0.5.23; each was read in its source or seen when runni
 from __future__ import annotations
 
 import multiprocessing
+import time
 from array import array
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -136,6 +138,41 @@ def after_batch(hook: Callable[[Any, Any], None]) -> None:
 def has_ended_request(batch: Any) -> bool:
     """Whether one of the batch's requests has ended."""
     return any(req.finished() for req in batch.reqs)
+
+
+def around_prefill(observe: Callable[[list[tuple[int, int]], float], None]) -> None:
+    """Call `observe(lengths, ms)` for each prefill batch: (tokens, prefix tokens) of its requests, and what it took.
+
+    Of its forward pass alone, sampling included. On a GPU that is known once the pass has ended.
+    """
+    from sglang.srt.managers.schedule_batch import ForwardMode
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    running: deque[tuple[list[tuple[int, int]], Any, Any]] = deque()
+
+    def timed(original: Callable[..., Any], worker: Any, batch: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if batch is None or batch.forward_mode != ForwardMode.EXTEND:
+            return original(worker, batch, *args, **kwargs)
+        lengths = list(zip(batch.extend_lens, batch.prefix_lens, strict=True))
+        if not _on_cuda():
+            started = time.perf_counter()
+            result = original(worker, batch, *args, **kwargs)
+            observe(lengths, (time.perf_counter() - started) * 1e3)
+            return result
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        result = original(worker, batch, *args, **kwargs)
+        end.record()
+        running.append((lengths, begin, end))
+        return result
+
+    def ended(_scheduler: Any, _batch: Any) -> None:
+        while running and running[0][2].query():
+            lengths, begin, end = running.popleft()
+            observe(lengths, begin.elapsed_time(end))
+
+    HookRegistry.register(_SRT + "managers.tp_worker.TpModelWorker.forward_batch_generation", timed, HookType.AROUND)
+    after_batch(ended)
 
 
 def around(target: str, hook: Callable[..., Any]) -> None:

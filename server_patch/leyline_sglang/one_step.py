@@ -25,6 +25,7 @@ from leyline_agent.core.protocol import Reason
 from leyline_sglang import compat
 from leyline_sglang.compat import Path, RadixPort
 from leyline_sglang.io_types import AdmissionReply, AdmissionRequest, CacheReply, CacheRequest, unpack
+from leyline_sglang.prefill_cost import METER
 from leyline_sglang.splice import RefusedError, Stages, Transaction
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ def admit(scheduler: Any, adder: Any, req: Any, admit_plainly: Callable[[Any], A
         return compat.pass_over()
     started = time.perf_counter()
     del announced[req.rid]
-    reply = AdmissionReply(request_id=request.request_id)
+    reply = AdmissionReply(request_id=request.request_id, prefill_cost=METER.cost)
     try:
         if compat.is_given_up(req) or len(req.origin_input_ids) != request.prompt_tokens:
             reply.reason, reply.message = Reason.ABORTED.value, "the engine has given the request up"

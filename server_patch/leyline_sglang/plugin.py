@@ -32,6 +32,7 @@ def activate() -> None:
     from leyline_sglang import one_step, splice
     from leyline_sglang.footprints import forget_footprints
     from leyline_sglang.io_types import AdmissionReply, AdmissionRequest, CacheReply, CacheRequest
+    from leyline_sglang.prefill_cost import METER
 
     compat.register_messages(CacheRequest, CacheReply, AdmissionRequest, AdmissionReply)
     compat.at_scheduler_start(splice.warm_up)
@@ -40,6 +41,7 @@ def activate() -> None:
     compat.around_admission(one_step.admit)
     compat.after_insertion(splice.record_insertion)
     compat.after_batch(splice.drop_what_was_held)
+    compat.around_prefill(METER.observe)
     compat.after_reset(forget_footprints)
     if not compat.in_http_process():
         return

@@ -27,6 +27,7 @@ from leyline_sglang.compat import MlaPool, Path, RadixPort
 from leyline_sglang.footprints import Sequence, footprints_of
 from leyline_sglang.io_types import CacheReply, CacheRequest, unpack
 from leyline_sglang.namespaces import is_own_salt, parked_salt
+from leyline_sglang.prefill_cost import METER
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ def handle(scheduler: Any, request: CacheRequest) -> CacheReply:
     except Exception as error:
         logger.exception("leyline: a splice failed; the request is served without it")
         reply = CacheReply(reason=Reason.INTERNAL_ERROR.value, message=f"{type(error).__name__}: {error}")
+    reply.prefill_cost = METER.cost
     reply.ms = (time.perf_counter() - started) * 1e3
     return reply
 

@@ -25,6 +25,7 @@ from leyline_sglang.config import Config
 from leyline_sglang.io_types import AdmissionReply, AdmissionRequest, CacheReply, CacheRequest, pack
 from leyline_sglang.namespaces import own_salt
 from leyline_sglang.note import check_explicit, directives_from_diff
+from leyline_sglang.prefill_cost import Cost, predict_ms
 from leyline_sglang.sequences import Conversation, Edit, RememberedTurn, SequenceMemory
 
 Result = TypeVar("Result")
@@ -100,6 +101,9 @@ class Turn:
     """Of the request, if its edits may be carried out as it is admitted."""
     one_batch: dict[str, int] = field(default_factory=dict)
     """What a batch can hold at most (`compat.one_batch`)."""
+    _first_in_answer: int | None = None
+    """Index of the first directive that differs from the base in its answer; None where there is none."""
+    _prefill_cost: Cost | None = None
     _started: float = field(default_factory=time.perf_counter)
     _prefilled: int = 0
     _moved: int = 0
@@ -136,6 +140,14 @@ class Turn:
         except PlanError as error:
             _, edits = self._left_of_difference(base)
             return await self._serve(Status.REFUSED, reason=Reason(error.reason), message=str(error), edits=edits)
+        # What is explicit was asked for.
+        cut = note.template_changes == "reprefill" and note.directives is None
+        first = self._first_in_answer if cut else None
+        # The end of a base, which nothing is kept behind, is prefilled in any case.
+        if first is not None and directives[first].end < len(base_ids):
+            if not first:
+                return await self._reprefill(base)
+            directives = [*directives[:first], Directive(start=directives[first].start, end=len(base_ids))]
         return await self.splice(base_ids, directives, base_in_own=base.in_own, edits=base.edits, scrub=note.scrub)
 
     async def _reprefill(
@@ -239,6 +251,7 @@ class Turn:
                 conversation.has_namespace = had_namespace or reply.new_own > 0
             self._moved, self._prefilled = reply.moved, reply.filled
             self._scheduler_ms += reply.ms
+            self._prefill_cost = reply.prefill_cost
             # What passed since then is the request's own: it waited, and was computed.
             self._started = time.perf_counter() - (announced_ms + reply.ms) / 1e3
             self._count(reply.stages_ms)
@@ -282,15 +295,20 @@ class Turn:
         new_edits = (*_carry_over(edits, plan), *_made(carried, plan, self.turn_id))
         finished = reason is None
         status = Status.SPLICED if finished and done else Status.REPREFILL if finished else Status.REFUSED
+        first = len(directives) if self._first_in_answer is None else self._first_in_answer
+        runs = [self._positions(step) for step in steps[:done] if step.directive_idx >= first]
+        right_of_first = sum(src_end - src_start for _, src_start, src_end, _ in runs)
         return await self._serve(
             Status.PARTIAL if done and not finished else status,
             reason=reason,
             message=message,
             directives=tuple(
-                _shown(directive, carried[idx] if idx < done_directives else None)
+                _shown(directive, carried[idx] if idx < done_directives else None, idx >= first)
                 for idx, directive in enumerate(directives[: min(num_shown, self.config.max_directives)])
             ),
             num_directives=num_shown,
+            answer_directives=max(0, num_shown - first),
+            answer_moved_tokens=min(self._moved, right_of_first),
             kept_tokens=kept,
             edits=tuple(edit for edit in new_edits if trim is None or edit.position < trim),
             look=look,
@@ -300,8 +318,11 @@ class Turn:
         """Return base ids and directives. Runs in a thread: the diff of a long prompt takes milliseconds."""
         sequences = base.sequences()
         if note.directives is None:
-            return directives_from_diff(sequences, self.new_ids, budget=self.config.diff_budget)
-        return check_explicit(note, sequences, self.new_ids, vocab_size=self.vocab_size)
+            base_ids, directives = directives_from_diff(sequences, self.new_ids, budget=self.config.diff_budget)
+        else:
+            base_ids, directives = check_explicit(note, sequences, self.new_ids, vocab_size=self.vocab_size)
+        self._first_in_answer = first_in_answer(base_ids, directives, answer_start=len(base.prompt_ids))
+        return base_ids, directives
 
     async def _in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
         """Run what takes milliseconds off the event loop; give up where the threads are taken for too long."""
@@ -433,6 +454,7 @@ class Turn:
         started = time.perf_counter()
         reply = await self.ask(request)
         self._scheduler_ms += reply.ms
+        self._prefill_cost = reply.prefill_cost
         self._count({"wait": (time.perf_counter() - started) * 1e3 - reply.ms, **reply.stages_ms})
         return reply
 
@@ -454,6 +476,8 @@ class Turn:
         message: str | None = None,
         directives: tuple[DirectiveOutcome, ...] = (),
         num_directives: int = 0,
+        answer_directives: int = 0,
+        answer_moved_tokens: int = 0,
         kept_tokens: int = 0,
         edits: tuple[Edit, ...] = (),
         look: CacheReply | None = None,
@@ -466,6 +490,7 @@ class Turn:
         if in_own:
             look = look or await self.look()
             in_own = look.new_own >= look.new_shared
+        ms = (time.perf_counter() - self._started) * 1e3
         outcome = Outcome(
             status=status,
             reason=reason,
@@ -473,15 +498,28 @@ class Turn:
             turn=self.turn_id,
             directives=directives,
             num_directives=num_directives,
+            answer_directives=answer_directives,
             kept_tokens=kept_tokens,
             moved_tokens=self._moved,
+            answer_moved_tokens=answer_moved_tokens,
             prefilled_tokens=self._prefilled,
+            saved_ms=self._saved_ms(kept_tokens, ms),
             purge=self._purge,
-            ms=round((time.perf_counter() - self._started) * 1e3, 3),
+            ms=round(ms, 3),
             scheduler_ms=round(self._scheduler_ms, 3),
             stages_ms={name: round(ms, 3) for name, ms in self._stages_ms.items()},
         )
         return Served(outcome, self._salt(in_own), self.own_salt, self.conversation.nonce, edits[-_MAX_EDITS:], in_own)
+
+    def _saved_ms(self, kept_tokens: int, ms: float) -> float | None:
+        if not self._moved or self._prefill_cost is None:
+            return None
+        left = len(self.new_ids) - kept_tokens
+        # An R in a batch of its own is in `ms`.
+        still = left - self._moved - (self._prefilled if "prefill" in self._stages_ms else 0)
+        without_ms = predict_ms(self._prefill_cost, left, kept_tokens)
+        still_ms = predict_ms(self._prefill_cost, still, len(self.new_ids) - still)
+        return None if without_ms is None or still_ms is None else round(without_ms - still_ms - ms, 3)
 
 
 def _fills(plan: SplicePlan, steps: list[SpliceStep]) -> list[int]:
@@ -501,14 +539,44 @@ def _num_shown(directives: list[Directive], steps: list[SpliceStep], first_forge
     return steps[-1].directive_idx + 1 if steps else 0
 
 
-def _shown(directive: Directive, edit_id: str | None) -> DirectiveOutcome:
+def _shown(directive: Directive, edit_id: str | None, in_answer: bool) -> DirectiveOutcome:
     return DirectiveOutcome(
         start=directive.start,
         end=directive.end,
         replacement_tokens=len(directive.replacement_ids),
         mode=directive.mode,
         edit_id=edit_id,
+        in_answer=in_answer,
     )
+
+
+def first_in_answer(base_ids: array[int], directives: list[Directive], *, answer_start: int) -> int | None:
+    """Return which directive is the first that differs from the base within its answer, or right before it.
+
+    Right before it, as a template may begin an answer otherwise in the history than in the prompt that asks for one.
+    Where what follows a removed span begins as the span did, the diff finds the span further right than it was taken
+    out, maybe across the start of the answer. So it is looked at as far left as it can have been.
+    """
+    floor = 0
+    for idx, directive in enumerate(directives):
+        if directive.end >= answer_start and directive.end - _slack(base_ids, directive, floor) >= answer_start:
+            return idx
+        floor = directive.end
+    return None
+
+
+def _slack(base_ids: array[int], directive: Directive, floor: int) -> int:
+    """Return by how many tokens a directive may be moved to the left and come to the same."""
+    start, inserted = directive.start, directive.replacement_ids
+    if inserted and start < directive.end:
+        # It ends where base and prompt do not agree any more.
+        return 0
+    sequence = base_ids[:start] + array("i", inserted) if inserted else base_ids
+    length = len(inserted) or directive.end - start
+    at = start
+    while at > floor and sequence[at - 1] == sequence[at - 1 + length]:
+        at -= 1
+    return start - at
 
 
 def _carry_over(edits: tuple[Edit, ...], plan: SplicePlan) -> list[Edit]:

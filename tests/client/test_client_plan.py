@@ -10,9 +10,10 @@ import httpx
 import pytest
 
 from leyline_agent import Client, Conversation, PlanError, Policy, SpliceTransportError, Usage
+from leyline_agent.chat_template import template_tools
 from leyline_agent.core.plan import apply_directives
 from leyline_agent.core.protocol import hash_token_ids
-from leyline_agent.tokenizers import LocalTokenizer, ServerTokenizer, template_tools
+from leyline_agent.tokenizers import LocalTokenizer, ServerTokenizer
 
 MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": "read f"},
@@ -124,6 +125,8 @@ def test_local_tokenizer_gives_the_template_what_sglang_gives_it() -> None:
     seen: dict[str, Any] = {}
 
     class Template:
+        chat_template = "{{ messages }}"
+
         def apply_chat_template(self, messages: Any, **arguments: Any) -> list[int]:
             seen.update(arguments, messages=messages)
             return [1]
@@ -134,7 +137,9 @@ def test_local_tokenizer_gives_the_template_what_sglang_gives_it() -> None:
         "reasoning_content": None,
         "tool_calls": [{"function": {"name": "r", "arguments": '{"p": 1}'}}],
     }
-    LocalTokenizer(Template()).render([message], chat_template_kwargs={"t": 1}, tool_choice="auto")
+    LocalTokenizer(Template()).render(
+        [message, {"role": "user", "content": "u"}], chat_template_kwargs={"t": 1}, tool_choice="auto"
+    )
     assert seen["messages"][0]["content"] == ""
     assert "reasoning_content" not in seen["messages"][0]
     assert seen["messages"][0]["tool_calls"][0]["function"]["arguments"] == {"p": 1}

@@ -13,6 +13,7 @@ import pytest
 from evals.replay.record import DEMO_TRAJECTORY
 from evals.serving import SERVED_MODEL_NAME, RunningServer
 from leyline_agent import Client, Conversation
+from leyline_agent.errors import RenderError, SpliceTransportError
 from leyline_agent.policy import load_policy
 from leyline_agent.tokenizers import LocalTokenizer, ServerTokenizer
 
@@ -62,6 +63,56 @@ def test_tools_whose_fields_the_server_changes(
 ) -> None:
     asked: dict[str, Any] = {"tool_choice": tool_choice}
     assert local.render(MESSAGES[:2], _BARE, **asked) == server.render(MESSAGES[:2], _BARE, **asked)
+
+
+_USER = {"role": "user", "content": "Say it."}
+_CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f"}}],
+}
+_PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        pytest.param([_USER, _CALL, {"role": "tool", "tool_call_id": "c", "content": _PARTS}], id="tool_parts"),
+        pytest.param([{"role": "user", "content": _PARTS}], id="user_parts"),
+        pytest.param([{"role": "user", "content": "u", "name": "n", "unknown": 1}], id="fields_of_its_own"),
+        pytest.param([_USER, {"role": "assistant", "content": "I say"}], id="ends_with_an_answer"),
+        pytest.param([_USER, {"role": "assistant", "content": _PARTS}], id="ends_with_an_answer_in_parts"),
+        pytest.param([_USER, {"role": "assistant", "content": None, "reasoning_content": "r"}], id="reasoning_alone"),
+    ],
+)
+@pytest.mark.parametrize("continues", [False, True])
+def test_messages_that_the_server_changes(
+    server: ServerTokenizer, local: LocalTokenizer, messages: list[dict[str, Any]], continues: bool
+) -> None:
+    asked: dict[str, Any] = {"continue_final_message": continues}
+    assert local.render(messages, **asked) == server.render(messages, **asked)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pytest.param(
+            {**_CALL, "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{"}}]}, id="half_json"
+        ),
+        pytest.param({**_CALL, "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": ""}}]}, id="empty"),
+        pytest.param(
+            {**_CALL, "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "[1]"}}]}, id="a_list"
+        ),
+        pytest.param({**_CALL, "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "NaN"}}]}, id="nan"),
+    ],
+)
+def test_what_the_server_refuses_is_refused(
+    server: ServerTokenizer, local: LocalTokenizer, message: dict[str, Any]
+) -> None:
+    with pytest.raises(SpliceTransportError, match="400"):
+        server.render([_USER, message, _USER])
+    with pytest.raises(RenderError, match="the server refuses such a message"):
+        local.render([_USER, message, _USER])
 
 
 def test_plan_made_with_it_is_spliced_in_a_conversation_with_tools(

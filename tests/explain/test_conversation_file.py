@@ -39,8 +39,8 @@ def test_tools_and_source_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        pytest.param(b"{", "not JSON", id="not JSON"),
-        pytest.param(b"\xff", "not JSON", id="not text"),
+        pytest.param(b"{", r"a\.json:1:2: not JSON", id="not JSON"),
+        pytest.param(b"\xff", "not UTF-8 text at byte 0", id="not text"),
         pytest.param(b"[" * 100_000, "not JSON", id="nested without end"),
         pytest.param(b'{"role": "user"}', r"an object with the keys \['role'\]", id="one message"),
         pytest.param(b'{"messages": {}}', r"expected \{\"messages\"", id="no list"),

@@ -12,7 +12,7 @@ def test_a_row_has_the_time_of_a_plan(case: str) -> None:
     row = plan.measure(case, 60, repeats=4)
 
     assert (row["op"], row["case"], row["messages"]) == ("plan_turn", case, 60)
-    assert row["plan_ms"]["p50"] >= row["edit_ms"]["p50"] > 0
+    assert min(row["plan_ms"]["p50"], row["plan_ms_without_gc"]["p50"], row["edit_ms"]["p50"]) > 0
     assert row["prompt_tokens"] > 0
     json.dumps(row)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from typing import Any
 
 import pytest
@@ -300,21 +299,9 @@ def test_9_a_policy_runs_inside_a_tool_loop() -> None:
     assert {made.turn for made in apply_policy(load_policy("batched"), messages).made} == set(range(5, 61, 5))
 
 
-def test_10_counting_costs_less_than_a_millisecond_a_turn() -> None:
-    """deepagents#3877: 280 ms a call."""
-    counter = EstimatedTokens()
-    output = {"role": "tool", "tool_call_id": "a", "content": "a line of output, in a file\n" * 400}
-    rounds = []
-    for number in range(20):
-        fresh = {**output, "content": f"{number} {output['content']}"}
-        start = time.perf_counter()
-        counter.count_message(fresh)
-        rounds.append(time.perf_counter() - start)
-
-    assert min(rounds) < 1e-3
-
-
 def test_10_a_turn_counts_only_what_is_new() -> None:
+    """deepagents#3877: 280 ms a call. How long it takes is measured by `evals.micro.policy`."""
+
     class Counter(EstimatedTokens):
         counted = 0
 

