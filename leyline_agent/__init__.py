@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     )
     from leyline_agent.policy.loader import load_policy
     from leyline_agent.policy.schema import Policy
-    from leyline_agent.telemetry import Telemetry, Usage
+    from leyline_agent.telemetry import Telemetry, Usage, turn_attributes
 
 __all__ = [
     "AsyncClient",
@@ -60,6 +60,7 @@ __all__ = [
     "UnsupportedServerError",
     "Usage",
     "load_policy",
+    "turn_attributes",
 ]
 
 _MODULES = {
@@ -88,7 +89,7 @@ _MODULES = {
     ),
     "policy.loader": ("load_policy",),
     "policy.schema": ("Policy",),
-    "telemetry": ("Telemetry", "Usage"),
+    "telemetry": ("Telemetry", "Usage", "turn_attributes"),
 }
 
 

@@ -1,26 +1,79 @@
-"""The conversations of one agent, found by thread id or by their messages; bounded in number."""
+"""The conversations of one agent, found by thread and by their messages; bounded in number."""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from leyline_agent.conversation import Conversation, PolicyLike
 from leyline_agent.core.messages import Message, messages_from_openai
+from leyline_agent.digests import AnsweredTurn, goes_on
 from leyline_agent.policy.loader import load_policy
 from leyline_agent.policy.schema import Policy
 
+_MAX_BRANCHES = 8
+"""Conversations of one place; a further branch takes over the one that was left alone for longest."""
+_MAX_TIPS = 32
+
+
+class Place(NamedTuple):
+    """Where in a thread calls are made. Those of one place are expected to go on from each other."""
+
+    node: str = ""
+    """The graph's node, below the nodes of the graphs around it: `researcher|model`."""
+    server: str = ""
+    """The server asked: each holds conversations of its own."""
+
+    @property
+    def is_outermost(self) -> bool:
+        """Whether it is no subgraph's."""
+        return "|" not in self.node
+
+
+class _Tip(NamedTuple):
+    """An answered turn from which no later one went on."""
+
+    turn: AnsweredTurn
+    conversation: Conversation
+
+    @property
+    def is_base(self) -> bool:
+        """Whether its conversation can go on from it."""
+        base = self.conversation.base
+        return base is not None and base.turn == self.turn.turn
+
+
+@dataclass(slots=True)
+class _Branches:
+    """The conversations of one place: one, and another for each branch that goes on beside it."""
+
+    conversations: list[Conversation] = field(default_factory=list)
+    """The last used is the last."""
+    tips: list[_Tip] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Thread:
+    places: dict[Place, _Branches] = field(default_factory=dict)
+    main: Conversation | None = None
+    """The first of an outermost place. All others share its edits by hand."""
+    main_is_placed: bool = False
+    last: Conversation | None = None
+    """The last asked for."""
+
 
 class ConversationPool:
-    """Keeps the `max_conversations` last used conversations; an older one starts anew, which costs a re-prefill.
+    """Keeps the `max_conversations` last used threads; an older one starts anew, which costs a re-prefill.
 
     Args:
         policy: as for `Conversation`; loaded once.
         key: derives the ids from the thread ids, so that they survive a restart. Without one they are random and
             live as long as this object.
-        max_conversations: of those with a thread id, and again of those without.
+        max_conversations: of threads, and again of conversations without a thread id.
         options: other keyword arguments of `Conversation`.
     """
 
@@ -37,20 +90,70 @@ class ConversationPool:
         self._options = options
         self._max_conversations = max_conversations
         self._lock = threading.Lock()
-        self._by_thread: OrderedDict[str, Conversation] = OrderedDict()
+        self._threads: OrderedDict[str, _Thread] = OrderedDict()
         self._anonymous: OrderedDict[str, Conversation] = OrderedDict()
         # A bad key or option is the caller's mistake now, not the first request's.
-        self._new("")
+        self._new("", None)
 
     def of_thread(self, thread_id: str) -> Conversation:
-        """Return a thread's conversation."""
+        """Return the conversation that a thread's last call belonged to; before the first call, that one's."""
         with self._lock:
-            conversation = self._by_thread.get(thread_id)
-            if conversation is None:
-                conversation = self._by_thread[thread_id] = self._new(thread_id)
-            self._by_thread.move_to_end(thread_id)
-            _trim(self._by_thread, self._max_conversations)
-        return conversation
+            thread = self._thread(thread_id)
+            return thread.last or self._main(thread_id, thread)
+
+    def all_of_thread(self, thread_id: str) -> list[Conversation]:
+        """Return all conversations of a thread: one for each place, and one for each branch."""
+        with self._lock:
+            thread = self._threads.get(thread_id, _Thread())
+            return [found for branches in thread.places.values() for found in branches.conversations]
+
+    def of_call(self, thread_id: str, place: Place, messages: Sequence[Message]) -> Conversation:
+        """Return the conversation of a call: of those of its place, the one that these messages go on from.
+
+        Where none is gone on from, the history was changed, and the last used one finds out what was changed. Where an
+        answered turn is gone on from that is not its conversation's last, another branch lives beside this one. It
+        gets a conversation of its own, so that two branches do not prefill each other's turns away.
+        """
+        digests = [message.digest() for message in messages]
+        with self._lock:
+            thread = self._thread(thread_id)
+            branches = thread.places.setdefault(place, _Branches())
+            tips = [tip for tip in branches.tips if goes_on(tip.turn, messages, digests)]
+            held = branches.conversations
+            # The same turn may have been answered twice, as LangGraph does it after an interrupt.
+            last = max(tips, key=lambda tip: (len(tip.turn.prompt.messages), tip.is_base)) if tips else None
+            if not held or (last is not None and not last.is_base and len(held) < _MAX_BRANCHES):
+                found = self._of_place(thread_id, thread, place, len(held))
+            elif last is None:
+                found = held[-1]
+            else:
+                found = last.conversation if last.is_base else held[0]
+            branches.conversations = [*(other for other in held if other is not found), found]
+            thread.last = found
+            return found
+
+    def answered(
+        self,
+        thread_id: str,
+        place: Place,
+        messages: Sequence[Message],
+        turn: AnsweredTurn,
+        conversation: Conversation,
+    ) -> None:
+        """Take note of an answered call, so that the next one finds the conversation.
+
+        Args:
+            thread_id: as for `of_call`.
+            place: likewise.
+            messages: likewise.
+            turn: what the commit returned.
+            conversation: whose turn it is.
+        """
+        digests = [message.digest() for message in messages]
+        with self._lock:
+            branches = self._thread(thread_id).places.setdefault(place, _Branches())
+            left = [tip for tip in branches.tips if not goes_on(tip.turn, messages, digests)]
+            branches.tips = [*left, _Tip(turn, conversation)][-_MAX_TIPS:]
 
     def of_messages(self, messages: Sequence[Mapping[str, Any]]) -> Conversation:
         """Return the conversation without a thread id whose last answered turn these messages go on from, or a new one.
@@ -72,12 +175,30 @@ class ConversationPool:
             self._anonymous.move_to_end(conversation.id)
             _trim(self._anonymous, self._max_conversations)
 
-    def _new(self, thread_id: str) -> Conversation:
+    def _thread(self, thread_id: str) -> _Thread:
+        thread = self._threads.setdefault(thread_id, _Thread())
+        self._threads.move_to_end(thread_id)
+        _trim(self._threads, self._max_conversations)
+        return thread
+
+    def _main(self, thread_id: str, thread: _Thread) -> Conversation:
+        if thread.main is None:
+            thread.main = self._new(thread_id, None)
+        return thread.main
+
+    def _of_place(self, thread_id: str, thread: _Thread, place: Place, num_others: int) -> Conversation:
+        main = self._main(thread_id, thread)
+        if place.is_outermost and not thread.main_is_placed:
+            thread.main_is_placed = True
+            return main
+        return self._new(json.dumps([thread_id, *place, num_others]), main)
+
+    def _new(self, name: str, edits_of: Conversation | None) -> Conversation:
         if self._key is None:
-            return Conversation(self._policy, **self._options)
-        return Conversation.for_thread(self._key, thread_id, self._policy, **self._options)
+            return Conversation(self._policy, edits_of=edits_of, **self._options)
+        return Conversation.for_thread(self._key, name, self._policy, edits_of=edits_of, **self._options)
 
 
-def _trim(conversations: OrderedDict[str, Conversation], max_conversations: int) -> None:
-    while len(conversations) > max_conversations:
-        conversations.popitem(last=False)
+def _trim(kept: OrderedDict[str, Any], most: int) -> None:
+    while len(kept) > most:
+        kept.popitem(last=False)

@@ -34,14 +34,20 @@ def apply_edits_to_langchain(
     at = 0
     for edit in edits:
         edited.extend(messages[at : edit.start])
-        if edit.end - edit.start == 1 and len(edit.replacement) == 1:
-            original = Message.from_openai(chat_dicts[edit.start])
-            edited.append(_replaced(messages[edit.start], original, edit.replacement[0]))
-        else:
-            edited.extend(convert_to_messages([message.to_openai() for message in edit.replacement]))
+        edited.extend(edited_messages(messages, chat_dicts, edit))
         at = edit.end
     edited.extend(messages[at:])
     return edited
+
+
+def edited_messages(
+    messages: Sequence[BaseMessage], chat_dicts: Sequence[dict[str, Any]], edit: Edit
+) -> list[BaseMessage]:
+    """Return what an edit puts in the place of messages."""
+    if edit.end - edit.start == 1 and len(edit.replacement) == 1:
+        original = Message.from_openai(chat_dicts[edit.start])
+        return [_replaced(messages[edit.start], original, edit.replacement[0])]
+    return convert_to_messages([message.to_openai() for message in edit.replacement])
 
 
 def _to_openai(message: BaseMessage) -> dict[str, Any]:

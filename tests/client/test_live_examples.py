@@ -22,4 +22,3 @@ def test_the_openai_package_is_spliced(cpu_server: RunningServer, capsys: pytest
     assert not conversation.telemetry.fallbacks
     assert conversation.telemetry.moved_tokens > 0
     assert "hit rate: " in capsys.readouterr().out
-

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from unittest.mock import patch
 
 import pytest
-import torch
 from leyline_sglang import footprints as module
 from leyline_sglang.compat import RadixPort
 from leyline_sglang.footprints import Footprints, Sequence

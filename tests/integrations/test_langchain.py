@@ -148,6 +148,7 @@ async def test_streaming_agent_sees_the_outcome(
     else:
         chunks = list(agent.stream(ASK, config, stream_mode="messages"))
     assert any(chunk.content == "done" for chunk, _ in chunks)
+    assert not any("headers" in chunk.response_metadata for chunk, _ in chunks)
     assert all(body["stream"] for body in server.bodies)
     telemetry = middleware.conversation("t").telemetry
     assert (telemetry.turns, telemetry.splices, telemetry.fallbacks) == (3, 3, {})

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from langchain_core.language_models import FakeListChatModel
 from langchain_core.runnables import RunnableLambda
 from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, MessagesState, StateGraph
@@ -95,8 +94,3 @@ def test_bound_and_called_settings_survive(server: Any, make_model: Make, read_t
         assert ours["custom_params"].pop("leyline")
         assert ours == {"custom_params": {}, **plain}
         assert server.requests[1].headers["x-a"] == "1"
-
-
-def test_model_that_takes_no_note_is_refused() -> None:
-    with pytest.raises(TypeError, match="expected a ChatOpenAI"):
-        with_leyline(FakeListChatModel(responses=["x"]))

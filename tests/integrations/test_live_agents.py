@@ -17,6 +17,7 @@ import httpx
 import pytest
 from langchain.agents import create_agent
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
+from langchain_core.runnables import RunnableLambda
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from langgraph.checkpoint.memory import InMemorySaver
@@ -140,14 +141,19 @@ def test_create_agent_is_served_from_the_edited_cache(
     assert outputs == [_turn(idx, f"create_agent {mode}")[2].content for idx in range(NUM_TURNS)]
 
 
-def test_hand_built_graph(cpu_server: RunningServer, make_model: Any, sent: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("mode", ["sync", "async", "stream"])
+def test_hand_built_graph(cpu_server: RunningServer, make_model: Any, sent: list[dict[str, Any]], mode: str) -> None:
     _flush(cpu_server)
-    model = with_leyline(make_model(cpu_server).bind_tools([cat]), POLICY)
+    model = with_leyline(make_model(cpu_server, stream_usage=True).bind_tools([cat]), POLICY)
+
+    async def agent(state: MessagesState) -> Any:
+        return {"messages": [await model.ainvoke(state["messages"])]}
+
     graph = StateGraph(MessagesState)
-    graph.add_node("agent", lambda state: {"messages": [model.invoke(state["messages"])]})
+    graph.add_node("agent", RunnableLambda(lambda state: {"messages": [model.invoke(state["messages"])]}, agent))
     graph.add_edge(START, "agent")
-    _run(graph.compile(checkpointer=InMemorySaver()), "hand built", "sync")
-    telemetry = model.conversation("hand built").telemetry
+    _run(graph.compile(checkpointer=InMemorySaver()), f"hand built {mode}", mode)
+    telemetry = model.conversation(f"hand built {mode}").telemetry
     assert (telemetry.splices, telemetry.fallbacks) == (NUM_TURNS - 2, {})
     assert len(sent) == NUM_TURNS
 

@@ -1,0 +1,289 @@
+"""One turn of a chat model: our note merged into what the user set, the outcome heard as the answer comes in.
+
+LangChain replaces a model's `extra_body` by a bound or called one instead of merging them. So does this module find
+the one that LangChain would send, and adds to a copy of it. The model itself is never touched, nor is the answer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import openai
+from langchain_core.exceptions import ContextOverflowError
+from langchain_core.language_models import BaseChatModel
+from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.runnables import Runnable, RunnableConfig
+from langchain_core.runnables.base import RunnableBindingBase
+from langchain_core.utils.function_calling import convert_to_openai_tool
+from langgraph.config import get_config
+
+from leyline_agent.answers import read_outcome
+from leyline_agent.conversation import Conversation, PreparedTurn
+from leyline_agent.conversation_pool import ConversationPool, Place
+from leyline_agent.core.messages import Message, messages_from_openai
+from leyline_agent.core.protocol import ROUTING_HEADER, Outcome
+from leyline_agent.digests import AnsweredTurn
+from leyline_agent.integrations.langchain_messages import apply_edits_to_langchain, to_openai
+from leyline_agent.integrations.openai_client import Heard, listening, server_of
+from leyline_agent.integrations.persist import persist_edits
+from leyline_agent.telemetry import Attribute, Usage, raise_fallback, turn_attributes
+
+logger = logging.getLogger("leyline_agent")
+
+_BODY_SETTINGS = ("tools", "tool_choice", "response_format", "reasoning_effort")
+
+REFUSALS = (openai.BadRequestError, openai.UnprocessableEntityError)
+"""How a server says that it does not know a field; see `ChatTurn.without_note`."""
+
+
+class Caller(NamedTuple):
+    """Where a model call comes from."""
+
+    thread_id: str | None
+    node: str
+    """As `Place.node`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A model call as LangChain is about to make it."""
+
+    model: Runnable[Any, Any]
+    """A chat model, bound or not."""
+    messages: Sequence[BaseMessage]
+    settings: Mapping[str, Any]
+    """Keyword arguments of the call, tools included where they are."""
+
+    def setting(self, name: str) -> Any:
+        """Return the value that LangChain would send: the call's, else the binding's, else the model's."""
+        model, bound = unwrap(self.model)
+        for source in (self.settings, bound, getattr(model, "model_kwargs", None) or {}):
+            if name in source:
+                return source[name]
+        return getattr(model, "model_name" if name == "model" else name, None)
+
+    def body(self, chat_dicts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the fields of the chat request that a conversation looks at."""
+        body = {**(self.setting("extra_body") or {}), "model": self.setting("model"), "messages": chat_dicts}
+        for name in _BODY_SETTINGS:
+            if (value := self.setting(name)) is not None:
+                body[name] = [convert_to_openai_tool(tool) for tool in value] if name == "tools" else value
+        return body
+
+    def server(self, body: Mapping[str, Any]) -> str | None:
+        """Return the server that the call goes to and that may be sent a note; None where there is none."""
+        model, bound = unwrap(self.model)
+        if not isinstance(model, BaseChatModel):
+            return None
+        uses_responses = getattr(model, "_use_responses_api", None)
+        if uses_responses is not None and uses_responses({**bound, **self.settings, "tools": body.get("tools", ())}):
+            return None
+        return server_of(model)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A model call, and the conversation that it belongs to."""
+
+    request: ChatRequest
+    caller: Caller
+    server: str | None
+    """The one that may be sent a note."""
+    chat_dicts: list[dict[str, Any]]
+    messages: list[Message]
+    """The same, parsed."""
+    body: dict[str, Any]
+    conversation: Conversation
+
+
+@dataclass(slots=True)
+class Finished:
+    """What came of a turn, beside its answer."""
+
+    attributes: dict[str, Attribute] = field(default_factory=dict)
+    """For telemetry; empty where the turn had no note, or nothing is known of it."""
+    updates: list[BaseMessage] = field(default_factory=list)
+    """What writes the edits into the graph's state, if they are kept there."""
+    is_heard: bool = False
+    """Whether the response would have shown an outcome."""
+    outcome: Outcome | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTurn:
+    """A model call ready to be made: the edited messages, and the settings that carry the note."""
+
+    messages: list[BaseMessage]
+    settings: dict[str, Any]
+    """The settings of the call that differ from before: `extra_body` and `extra_headers`."""
+    _turns: ChatTurns
+    _call: Call
+    _prepared: PreparedTurn
+    _is_resent: bool = False
+    _heard: list[Heard] = field(default_factory=list)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Listen for the answer, which is to come in here."""
+        with listening(unwrap(self._call.request.model)[0], self._prepared.headers.get(ROUTING_HEADER)) as heard:
+            self._heard[:] = [heard]
+            yield
+
+    def without_note(self, error: openai.APIStatusError) -> ChatTurn:
+        """Return the turn to make where the server has refused this one and may not know the field of the note.
+
+        Raises:
+            openai.APIStatusError: the error as it came, where it is about something else.
+        """
+        if not self.settings or isinstance(error, ContextOverflowError):
+            raise error
+        return replace(self, settings={}, _is_resent=True)
+
+    def finish(self, answer: AIMessage, state_ids: frozenset[str] | None = None) -> Finished:
+        """Commit the turn. The answer stays as it is.
+
+        Args:
+            answer: what the model said.
+            state_ids: to keep the edits in the graph's state, the ids of the messages that it holds.
+        """
+        call, prepared, finished, held = self._call, self._prepared, Finished(), None
+        if state_ids is not None:
+            finished.updates, held = persist_edits(call.request.messages, call.chat_dicts, prepared, state_ids)
+        if call.server is None:
+            return finished
+        if self._is_resent:
+            self._turns.avoid(call.server)
+            return finished
+        heard = self._heard[0]
+        if prepared.note is not None and heard.is_connected and not heard.is_success:
+            # A cache answered, or another middleware, or a model that does not pass on what it is called with.
+            logger.info("an answer came, but no response to the request that carried its note was seen")
+            return finished
+        outcome, usage = read_outcome(heard.headers or {}), _usage(answer)
+        finished.is_heard, finished.outcome = prepared.note is not None and heard.headers is not None, outcome
+        turn = call.conversation.commit(
+            prepared, to_openai([answer])[0], outcome, usage, expects_outcome=heard.headers is not None, held=held
+        )
+        self._turns.keep(call, turn)
+        if prepared.note is not None:
+            finished.attributes = turn_attributes(outcome, usage, conversation_id=call.conversation.id)
+        return finished
+
+
+class ChatTurns:
+    """Makes turns out of model calls. Holds the conversations."""
+
+    def __init__(self, pool: ConversationPool, *, strict: bool) -> None:
+        self._pool, self._strict = pool, strict
+        self._avoided: set[str] = set()
+        """Servers that refuse our field."""
+        self._said: set[str] = set()
+
+    def begin(self, request: ChatRequest, caller: Caller) -> ChatTurn:
+        """Prepare a turn."""
+        call = self._call(request, caller)
+        prepared = call.conversation.prepare(call.body)
+        return self._turn(call, prepared)
+
+    async def begin_async(self, request: ChatRequest, caller: Caller) -> ChatTurn:
+        """As `begin`."""
+        call = self._call(request, caller)
+        prepared = await call.conversation.prepare_async(call.body)
+        return self._turn(call, prepared)
+
+    def check(self, finished: Finished) -> None:
+        """With `strict`, raise what the server did not do.
+
+        Raises:
+            SpliceRejectedError: the splice was refused.
+            UnsupportedServerError: the server runs no plugin.
+        """
+        if self._strict and finished.is_heard:
+            raise_fallback(finished.outcome)
+
+    def keep(self, call: Call, turn: AnsweredTurn) -> None:
+        """Have the next call of this caller find the conversation."""
+        thread_id, node = call.caller
+        if thread_id is None:
+            self._pool.keep(call.conversation)
+        else:
+            self._pool.answered(thread_id, Place(node, call.server or ""), call.messages, turn, call.conversation)
+
+    def avoid(self, server: str) -> None:
+        """Send no more notes to a server that has refused one and answered without it."""
+        self._avoided.add(server)
+        self._say_once(server, f"{server} refuses requests with a note; it gets edited prompts without one from now on")
+
+    def _call(self, request: ChatRequest, caller: Caller) -> Call:
+        chat_dicts = to_openai(request.messages)
+        body = request.body(chat_dicts)
+        server = request.server(body)
+        if server in self._avoided:
+            server = None
+        messages = messages_from_openai(chat_dicts)
+        if caller.thread_id is None:
+            conversation = self._pool.of_messages(chat_dicts)
+        else:
+            conversation = self._pool.of_call(caller.thread_id, Place(caller.node, server or ""), messages)
+        return Call(request, caller, server, chat_dicts, messages, body, conversation)
+
+    def _turn(self, call: Call, prepared: PreparedTurn) -> ChatTurn:
+        request = call.request
+        settings: dict[str, Any] = {}
+        if prepared.note is not None and call.server is not None:
+            settings = {
+                "extra_body": {
+                    **(request.setting("extra_body") or {}),
+                    "custom_params": prepared.body["custom_params"],
+                },
+                "extra_headers": {**(request.setting("extra_headers") or {}), **prepared.headers},
+            }
+        elif prepared.note is not None and request.server(call.body) is None:
+            name = type(unwrap(request.model)[0]).__name__
+            self._say_once(
+                name,
+                f"got a {name}, expected a chat model that asks an SGLang server for chat completions through an "
+                "OpenAI-style client: its prompts are edited all the same, and prefilled again from each edit on",
+            )
+        messages = apply_edits_to_langchain(request.messages, call.chat_dicts, prepared.edits)
+        return ChatTurn(messages, settings, self, call, prepared)
+
+    def _say_once(self, about: str, text: str) -> None:
+        if about not in self._said:
+            self._said.add(about)
+            logger.warning("%s", text)
+
+
+def unwrap(model: Runnable[Any, Any]) -> tuple[Runnable[Any, Any], dict[str, Any]]:
+    """Return the model under its bindings, and what they bind."""
+    bound: dict[str, Any] = {}
+    while isinstance(model, RunnableBindingBase):
+        bound = {**model.kwargs, **bound}
+        model = model.bound
+    return model, bound
+
+
+def caller_of(config: RunnableConfig | None = None) -> Caller:
+    """Return who calls with a config, or in the graph that runs here."""
+    if config is None:
+        try:
+            config = get_config()
+        except RuntimeError:
+            return Caller(None, "")
+    configurable = config.get("configurable") or {}
+    thread_id = configurable.get("thread_id")
+    # `node:task|node:task`, and each run of a node is a task of its own.
+    namespace = str(configurable.get("checkpoint_ns") or "")
+    node = "|".join(part.partition(":")[0] for part in namespace.split("|"))
+    return Caller(None if thread_id is None else str(thread_id), node)
+
+
+def _usage(answer: AIMessage) -> Usage | None:
+    usage = answer.usage_metadata
+    if usage is None:
+        return None
+    return Usage(usage["input_tokens"], usage["output_tokens"], usage.get("input_token_details", {}).get("cache_read"))

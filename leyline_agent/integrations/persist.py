@@ -1,0 +1,69 @@
+"""Edits written into a graph's state, so that its checkpoints hold the edited history.
+
+What is written takes the place of the original by its message id, as the reducer `add_messages` has it. Rules leave
+their own stubs alone, so the history that comes back next turn is not edited again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from langchain_core.messages import AIMessage, BaseMessage, RemoveMessage, ToolMessage
+
+from leyline_agent.conversation import PreparedTurn
+from leyline_agent.core.edits import Edit
+from leyline_agent.core.messages import Message, messages_from_openai
+from leyline_agent.digests import HeldPrompt, digest_prompt
+from leyline_agent.integrations.langchain_messages import edited_messages, to_openai
+
+
+def persist_edits(
+    messages: Sequence[BaseMessage],
+    chat_dicts: Sequence[dict[str, Any]],
+    prepared: PreparedTurn,
+    state_ids: frozenset[str],
+) -> tuple[list[BaseMessage], HeldPrompt]:
+    """Return what to add to the state's messages, and the prompt as the state will have it.
+
+    Edits of what the state does not hold (the system prompt, what another middleware put in) stay edits of requests.
+
+    Args:
+        messages: what the edits were made of.
+        chat_dicts: the same as chat dicts.
+        prepared: the turn with the edits.
+        state_ids: ids of the messages in the state.
+    """
+    updates: list[BaseMessage] = []
+    held: list[Mapping[str, Any]] = []
+    left: list[Edit] = []
+    renamed: dict[str, str] = {}
+    at = 0
+    for edit in prepared.edits:
+        held.extend(chat_dicts[at : edit.start])
+        at = edit.end
+        originals = messages[edit.start : edit.end]
+        if not originals or any(message.id not in state_ids for message in originals):
+            left.append(Edit(len(held), len(held) + len(originals), edit.replacement, edit.mode, edit.rule))
+            held.extend(chat_dicts[edit.start : edit.end])
+            continue
+        written = [_settled(new, originals[0]) for new in edited_messages(messages, chat_dicts, edit)]
+        updates += written
+        updates += [RemoveMessage(id=str(message.id)) for message in originals[len(written) :]]
+        held.extend(to_openai(written))
+        if written:
+            now = Message.from_openai(held[-1]).digest()
+            renamed |= {Message.from_openai(gone).digest(): now for gone in chat_dicts[edit.start : edit.end]}
+    held.extend(chat_dicts[at:])
+    return updates, HeldPrompt(digest_prompt(messages_from_openai(held), left, prepared.body), renamed)
+
+
+def _settled(new: BaseMessage, original: BaseMessage) -> BaseMessage:
+    """Return what stands in the state in the place of a message."""
+    update: dict[str, Any] = {"id": original.id}
+    if isinstance(new, ToolMessage):
+        # The raw output, of which the edit was to leave a stub.
+        update["artifact"] = None
+    if isinstance(new, AIMessage) and isinstance(original, AIMessage):
+        update |= {name: getattr(original, name) for name in ("name", "response_metadata", "usage_metadata")}
+    return new.model_copy(update=update)
