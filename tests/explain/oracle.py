@@ -1,7 +1,6 @@
 """What `explain` must say of the simpler shipped policies, worked out anew: nothing of the project is imported here.
 
-Policies are stated as they are documented. Left out are those that take more to state than this, and whose edits drop
-messages or look inside of calls: `collapse_repeats`, `clear_old_arguments`, `drop_reasoning`, `secrets`.
+Policies are stated as they are documented. Those that drop messages or look inside of them are in `content_oracle.py`.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from leyline_agent.policy import shipped_policies
+from tests.explain import content_oracle
 from tests.explain.goldens import DEMO, TURN_COLUMNS, current, golden_names, read_golden, trajectory_file
 from tests.explain.oracle import RULES, expected
 
@@ -35,12 +36,17 @@ def test_explain_says_what_the_golden_says(name: str, policy: str) -> None:
     assert current(_file(name), policy) == read_golden(name)["policies"].get(policy)
 
 
-@pytest.mark.parametrize("policy", RULES)
+def test_there_is_an_oracle_for_every_shipped_policy() -> None:
+    assert {*RULES, *content_oracle.NAMES} == set(shipped_policies())
+
+
+@pytest.mark.parametrize("policy", [*RULES, *content_oracle.NAMES])
 @pytest.mark.parametrize("name", golden_names())
 def test_the_golden_is_what_the_oracle_works_out(name: str, policy: str) -> None:
     content = json.loads(_file(name).read_text(encoding="utf-8"))
     golden = read_golden(name)["policies"][policy]
-    turns = list(expected(policy, content if isinstance(content, dict) else {"messages": content}))
+    work_out = content_oracle.expected_of if policy in content_oracle.NAMES else expected
+    turns = list(work_out(policy, content if isinstance(content, dict) else {"messages": content}))
 
     assert [row[: len(TURN_COLUMNS) - 1] for row in golden["turns"]] == [numbers for numbers, _ in turns]
     edited = {turn: sorted(idx for row in golden["edits"] if row[0] == turn for idx in row[3]) for turn, *_ in
