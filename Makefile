@@ -1,5 +1,6 @@
 # Everything runs from .venv, which `make env` fills once; nothing is installed outside of it.
 PYTHON ?= python3.11
+PYTHON312 ?=
 PORT ?= 30000
 N ?=
 MODEL ?=
@@ -12,12 +13,12 @@ PIP := $(BIN)/pip --disable-pip-version-check -qq install --no-warn-conflicts --
 export SGLANG_USE_CPU_ENGINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env model serve demo record test check fuzz bench fmt clean
+.PHONY: help env debug-gym model serve demo record test check fuzz bench fmt clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 19
 	@echo
-	@echo "  Variables: PYTHON=python3.11 PORT=30000 MODEL=DIR TRAJECTORY=FILE N=8 STEPS=100000 SEED=1 LEYLINE_CACHE=~/.cache/leyline"
+	@echo "  Variables: PYTHON=python3.11 PYTHON312=python3.12 PORT=30000 MODEL=DIR TRAJECTORY=FILE N=8 STEPS=100000 SEED=1 LEYLINE_CACHE=~/.cache/leyline"
 
 env: $(VENV)/.installed ## create .venv with SGLang for the CPU and everything else (about 2 minutes, 2.4 GB)
 
@@ -40,6 +41,21 @@ $(VENV)/.installed: constraints.txt pyproject.toml server_patch/cpu/pyproject.to
 	@touch $@
 	@echo "env: ready in $(VENV)"
 
+# debug-gym needs another Python. pyenv's `python3.12` may be there and not run, so each is tried.
+GYM := .venv-debug-gym
+GYM_PYTHON = $(shell for python in $(PYTHON312) python3.12 $(HOME)/.pyenv/versions/3.12*/bin/python3.12; do \
+  "$$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && echo "$$python" && break; done)
+
+debug-gym: $(GYM)/.installed ## create .venv-debug-gym, in which a test runs debug-gym's client (20 s, 150 MB)
+
+$(GYM)/.installed: evals/debug_gym_env/requirements.txt
+	@python="$(GYM_PYTHON)"; if [ -z "$$python" ]; then \
+	  echo "make: no Python 3.12 found, which debug-gym needs; say where it is: make debug-gym PYTHON312=/path/to/python3.12" >&2; \
+	  exit 1; fi; \
+	echo "debug-gym: creating $(GYM) with $$python"; "$$python" -m venv --clear $(GYM)
+	@$(GYM)/bin/pip --disable-pip-version-check -qq install --no-deps --requirement $<
+	@touch $@
+
 model: env ## generate the test model into the cache folder, if absent
 	@$(BIN)/python -m evals.models.random_mla
 
@@ -53,6 +69,7 @@ record: env ## record the demo's trajectory again, with real tools
 	@$(BIN)/python -m evals.replay.record
 
 test: check ## check, then the tests against a live server (minutes)
+	@if [ -n "$(GYM_PYTHON)" ]; then $(MAKE) --no-print-directory debug-gym; fi
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "sglang or slow"
 
 check: env ## format, lint, types, imports, tests without a server (under a minute)
@@ -77,4 +94,4 @@ fmt: env ## format, and fix what the linter can
 	@$(BIN)/ruff check --fix .
 
 clean: ## remove .venv, build output and caches of tools (not the model: see LEYLINE_CACHE)
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(GYM) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +19,19 @@ from leyline_agent.policy import shipped_policies
 from tests.explain.conversations import WordTokenizer, write_conversation
 
 _COMMANDS = (
-    *("policies", "validate", "explain", "compare", "plan", "health", "conversation", "release", "completion"),
+    *(
+        "policies",
+        "validate",
+        "explain",
+        "compare",
+        "plan",
+        "health",
+        "conversation",
+        "release",
+        "proxy",
+        "stats",
+        "completion",
+    ),
 )
 _MESSAGES = [
     {"role": "user", "content": "task"},
@@ -272,6 +285,44 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
 
     assert caught.value.code == 2
     assert "usage: leyline" in capsys.readouterr().err
+
+
+def test_a_recording_in_the_place_of_the_policy_is_told(messages_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", messages_file]) == 2
+
+    assert f"{messages_file} is no policy; name one before the recording" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["0", "-5", "128k"])
+def test_a_context_window_is_a_whole_number_above_0(
+    size: str, messages_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["explain", "none", messages_file, f"--context-window={size}"])
+
+    assert caught.value.code == 2
+    assert f"got '{size}', expected a whole number above 0" in capsys.readouterr().err
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+
+    assert (caught.value.code, capsys.readouterr().out) == (0, f"leyline {version('leyline-agent')}\n")
+
+
+@pytest.mark.parametrize(
+    "argv", [["health", "localhost:30000"], ["release", "localhost"], ["plan", "none", "FILE", "--server", "localhost"]]
+)
+def test_a_url_without_its_scheme_is_told(
+    argv: list[str], messages_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LEYLINE_CONVERSATION", "x" * 32)
+
+    assert main([messages_file if word == "FILE" else word for word in argv]) == 2
+
+    assert "localhost" in (err := capsys.readouterr().err)
+    assert "expected a URL such as http://127.0.0.1:30000" in err
 
 
 def test_the_command_runs_as_a_module_and_survives_a_closed_pipe(messages_file: str) -> None:

@@ -1,0 +1,167 @@
+"""`/v1/chat/completions`: a turn of a conversation, with the note, and without it where the upstream takes none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from starlette.types import Receive, Scope, Send
+
+from leyline_agent.core.protocol import CONVERSATION_HEADER
+from leyline_agent.proxy.along import AnswerReader
+from leyline_agent.proxy.relay import relay, send_whole, while_connected
+from leyline_agent.proxy.stats import Stats
+from leyline_agent.proxy.turns import Turn, Turns, UneditedError
+from leyline_agent.proxy.upstream import (
+    Headers,
+    Upstream,
+    UpstreamError,
+    UpstreamResponse,
+    end_to_end,
+    with_headers,
+    without_headers,
+)
+
+_T = TypeVar("_T")
+_CREDENTIALS = (b"authorization", b"api-key", b"x-api-key")
+# A shorter request is read and edited within a millisecond or two, about what a thread costs beside the event loop.
+_INLINE_BYTES = 16 << 10
+# They share one interpreter; several, so that a long history does not hold up the short ones behind it.
+_NUM_THREADS = 4
+_UNREAD_REQUEST = (400, 422)
+
+
+def unedited_header(reason: str) -> Headers:
+    """Return the header that tells a client that its request went through as it came."""
+    return [(b"x-leyline-proxy", f"unedited: {reason}".encode("ascii"))]
+
+
+class Chat:
+    """Answers chat requests."""
+
+    def __init__(self, turns: Turns, upstream: Upstream, stats: Stats) -> None:
+        self._turns, self._upstream, self._stats = turns, upstream, stats
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="leyline-edit")
+        self._takes_notes: bool | None = None
+        """None until the upstream has answered a note."""
+        self._knows_notes: bool | None = None
+        """Whether its last answer to a note had an outcome."""
+
+    @property
+    def notes(self) -> str:
+        """What the upstream does with notes."""
+        if self._takes_notes is None:
+            return "not seen yet"
+        if not self._takes_notes:
+            return "refused"
+        return "answered" if self._knows_notes else "ignored"
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(wait=False)
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send, path: str, raw: bytes) -> None:
+        """Answer one request.
+
+        Raises:
+            UpstreamError: nothing, or not all, was answered.
+        """
+        self._stats.requests += 1
+        headers = end_to_end(scope["headers"])
+        given = dict(headers)
+        name = given.get(CONVERSATION_HEADER.encode(), b"").strip() or None
+        headers = without_headers(headers, CONVERSATION_HEADER.encode())
+        credentials = tuple(given.get(header, b"") for header in _CREDENTIALS)
+        try:
+            if b"content-encoding" in given:
+                raise UneditedError("encoded")
+            turn = await self._in_thread(len(raw), lambda: self._turns.begin(raw, credentials, name))
+        except UneditedError as unedited:
+            reason = unedited.reason
+            self._stats.add_unedited(
+                reason, "a chat request goes through unedited (%s); further ones are counted, see docs/proxy.md", reason
+            )
+            await while_connected(receive, self._pass_on(path, headers, raw, send, reason))
+            return
+        # So that the answer can be read along.
+        headers = [*without_headers(headers, b"accept-encoding"), (b"accept-encoding", b"identity")]
+        headers = with_headers(headers, turn.prepared.headers)
+        try:
+            await while_connected(receive, self._take_turn(turn, path, headers, send))
+        finally:
+            self._turns.abandon(turn)
+
+    async def _pass_on(self, path: str, headers: Headers, raw: bytes, send: Send, reason: str) -> None:
+        async with self._upstream.send("POST", path, headers, raw) as response:
+            await relay(response, send, more_headers=unedited_header(reason))
+
+    async def _take_turn(self, turn: Turn, path: str, headers: Headers, send: Send) -> None:
+        if not turn.has_note or self._takes_notes is False:
+            async with self._upstream.send("POST", path, headers, turn.plain_body) as response:
+                await self._relay(turn, response, send, note_was_sent=False)
+            return
+        async with self._upstream.send("POST", path, headers, turn.noted_body) as response:
+            if response.status not in _UNREAD_REQUEST:
+                await self._relay(turn, response, send, note_was_sent=True)
+                return
+            refusal = response
+            body = await response.read()
+        # An upstream that has answered a note before, and does not speak of it now, means something else.
+        if self._takes_notes and b"custom_params" not in body:
+            self._turns.abandon(turn)
+            await send_whole(send, refusal.status, refusal.headers, body)
+            return
+        await self._send_without_note(turn, path, headers, send, refusal, body)
+
+    async def _send_without_note(
+        self, turn: Turn, path: str, headers: Headers, send: Send, refusal: UpstreamResponse, body: bytes
+    ) -> None:
+        """Send the turn again, once. Whatever it is answered now is about the client's own request."""
+        has_started = False
+        try:
+            async with self._upstream.send("POST", path, headers, turn.plain_body) as response:
+                has_started = True
+                if response.status < 400:
+                    self._takes_notes = False
+                    self._stats.tell_once(
+                        "notes refused",
+                        "the upstream refuses the field custom_params (it answered %d): the policy alone is applied, "
+                        "and no note is sent any more until the proxy is started again",
+                        refusal.status,
+                    )
+                await self._relay(turn, response, send, note_was_sent=False)
+        except UpstreamError:
+            if has_started:
+                raise
+            self._turns.abandon(turn)
+            await send_whole(send, refusal.status, refusal.headers, body)
+
+    async def _relay(self, turn: Turn, response: UpstreamResponse, send: Send, *, note_was_sent: bool) -> None:
+        if not 200 <= response.status < 300:
+            # First, since the client may send the turn again as soon as it knows.
+            self._turns.abandon(turn)
+            await relay(response, send, more_headers=[])
+            return
+        names = ("content-type", "content-encoding", "content-length", "x-leyline")
+        reader = AnswerReader({name: value for name in names if (value := response.header(name)) is not None})
+
+        def commit(reader: AnswerReader) -> None:
+            reply = reader.reply()
+            if note_was_sent:
+                self._takes_notes = True
+            if reply is None:
+                self._stats.unread_answers += 1
+                self._turns.abandon(turn)
+                return
+            if note_was_sent:
+                self._knows_notes = reply.outcome is not None
+            self._turns.commit(turn, reply, note_was_sent=note_was_sent)
+
+        await relay(response, send, more_headers=[], reader=reader, on_whole=commit)
+
+    async def _in_thread(self, num_bytes: int, call: Callable[[], _T]) -> _T:
+        if num_bytes <= _INLINE_BYTES:
+            return call()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)

@@ -1,0 +1,182 @@
+"""Which conversation a request belongs to: by the user's own name for it, else by the prompt that it goes on from.
+
+Owns the remembered conversations and their ids. A conversation that was found by its prompt is *claimed* until its
+turn is over, so that a second request from the same point starts one of its own. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+from weakref import WeakValueDictionary
+
+from leyline_agent.conversation import Conversation
+from leyline_agent.core.messages import Message
+from leyline_agent.digests import AnswerDigest, PromptDigest
+
+# How many messages of others at the end of a prompt (a reminder, a clock) may be gone when its answer follows.
+_MAX_VANISHED = 3
+_OF_THE_AGENT = ("assistant", "tool", "function")
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Known:
+    """A conversation and where it stands. Only `Recogniser` writes."""
+
+    conversation: Conversation
+    scope: bytes
+    by: Literal["header", "prefix"]
+    size_bytes: int = 0
+    last_used: float = field(default_factory=time.monotonic)
+    answer: AnswerDigest | None = None
+    points: tuple[bytes, ...] = ()
+    """Digests of the prompts that its last answer may follow."""
+
+
+class Recogniser:
+    """Finds conversations. Any number of threads may use it.
+
+    Args:
+        key: ids are HMACs under it.
+        make: makes a conversation from an id and whether the server may know that id already.
+        max_conversations: remembered; the least recently used goes first.
+        max_bytes: the same for the sum of their last requests' sizes.
+        on_dropped: is told of each that is forgotten.
+    """
+
+    def __init__(
+        self,
+        key: bytes,
+        make: Callable[[str, bool], Conversation],
+        *,
+        max_conversations: int,
+        max_bytes: int,
+        on_dropped: Callable[[Known], None] = lambda known: None,
+    ) -> None:
+        self._key, self._make = key, make
+        self._max_conversations, self._max_bytes = max_conversations, max_bytes
+        self._on_dropped = on_dropped
+        self._lock = threading.Lock()
+        self._known: OrderedDict[str, Known] = OrderedDict()
+        self._size_bytes = 0
+        # Those with a name that have a request under way: its first two may come at once.
+        self._named: WeakValueDictionary[str, Known] = WeakValueDictionary()
+        # By the digest of a prompt, then by what the answer said: those that an answered turn left there.
+        self._waiting: dict[bytes, dict[str, dict[str, Known]]] = {}
+
+    def scope(self, credentials: Sequence[bytes]) -> bytes:
+        """Return what stands for an API key."""
+        return self._hmac(b"scope", *credentials)
+
+    def named(self, scope: bytes, name: bytes) -> Known:
+        """Return the conversation to which the user of an API key gave a name."""
+        conversation_id = self._hmac(b"header", scope, name).hex()
+        with self._lock:
+            known = self._known.get(conversation_id) or self._named.get(conversation_id)
+            if known is None:
+                known = self._named[conversation_id] = Known(self._make(conversation_id, True), scope, "header")
+            return known
+
+    def claim(self, scope: bytes, messages: Sequence[Message]) -> Known:
+        """Return the conversation whose last answered turn the messages go on from, or a new one.
+
+        It is nobody else's until `keep` or `restore`.
+        """
+        points = list(_points(scope, [message.digest() for message in messages]))
+        with self._lock:
+            for idx in range(len(messages) - 1, 0, -1):
+                answers = self._waiting.get(points[idx])
+                if answers is None:
+                    continue
+                said = AnswerDigest.of(messages[idx]).said
+                for known in answers.get(said, {}).values():
+                    if known.answer is not None and known.answer.matches(messages[idx]):
+                        self._unlist(known)
+                        return known
+        conversation_id = self._hmac(b"prefix", scope, secrets.token_bytes(32)).hex()
+        return Known(self._make(conversation_id, False), scope, "prefix")
+
+    def keep(self, known: Known, prompt: PromptDigest, roles: Sequence[str], answer: Message, size_bytes: int) -> None:
+        """Remember a conversation at its newly answered turn, as the last used; `roles` are those of the prompt."""
+        points: tuple[bytes, ...] = ()
+        if known.by == "prefix":
+            points = self._points_of(known.scope, prompt, roles)
+        with self._lock:
+            self._unlist(known)
+            known.answer, known.points, known.last_used = AnswerDigest.of(answer), points, time.monotonic()
+            if known.conversation.id in self._known:
+                self._size_bytes -= known.size_bytes
+            self._size_bytes += size_bytes
+            known.size_bytes = size_bytes
+            self._known[known.conversation.id] = known
+            self._known.move_to_end(known.conversation.id)
+            self._list(known)
+            dropped = list(self._trim())
+        for gone in dropped:
+            self._on_dropped(gone)
+
+    def restore(self, known: Known) -> None:
+        """Give back a claim whose turn got no answer: the same request, sent again, finds the same conversation."""
+        with self._lock:
+            if self._known.get(known.conversation.id) is known:
+                self._list(known)
+
+    def remembered(self) -> list[Known]:
+        """Return all, the last used last."""
+        with self._lock:
+            return list(self._known.values())
+
+    def _points_of(self, scope: bytes, prompt: PromptDigest, roles: Sequence[str]) -> tuple[bytes, ...]:
+        """Return the points of a prompt that its answer may follow in the next one."""
+        first = len(roles)
+        while first > max(1, len(roles) - _MAX_VANISHED) and roles[first - 1] not in _OF_THE_AGENT:
+            first -= 1
+        return tuple(_points(scope, [message.original for message in prompt.messages]))[first:]
+
+    def _list(self, known: Known) -> None:
+        if known.answer is None:
+            return
+        for point in known.points:
+            self._waiting.setdefault(point, {}).setdefault(known.answer.said, {})[known.conversation.id] = known
+
+    def _unlist(self, known: Known) -> None:
+        if known.answer is None:
+            return
+        for point in known.points:
+            answers = self._waiting.get(point, {})
+            there = answers.get(known.answer.said, {})
+            there.pop(known.conversation.id, None)
+            if not there:
+                answers.pop(known.answer.said, None)
+            if not answers:
+                self._waiting.pop(point, None)
+
+    def _trim(self) -> Iterator[Known]:
+        while len(self._known) > self._max_conversations or (
+            self._size_bytes > self._max_bytes and len(self._known) > 1
+        ):
+            _, known = self._known.popitem(last=False)
+            self._size_bytes -= known.size_bytes
+            self._unlist(known)
+            yield known
+
+    def _hmac(self, *parts: bytes) -> bytes:
+        # Each part with its length, so that no two lists of parts are one string.
+        text = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+        return hmac.digest(self._key, b"leyline-proxy:" + text, hashlib.sha256)
+
+
+def _points(scope: bytes, digests: Sequence[str]) -> Iterator[bytes]:
+    """Return for each number of messages, from 0 on, what stands for that many of them under an API key."""
+    point = scope
+    yield point
+    for digest in digests:
+        point = hashlib.sha256(point + digest.encode()).digest()
+        yield point
