@@ -123,3 +123,32 @@ def check_explicit(
             "applied to the base, the directives do not give a prefix of this prompt", reason=Reason.STALE_BASE
         )
     return base_ids, list(note.directives)
+
+
+def first_in_answer(base_ids: array[int], directives: list[Directive], *, answer_start: int) -> int | None:
+    """Return which directive is the first that differs from the base within its answer, or right before it.
+
+    Right before it, as a template may begin an answer otherwise in the history than in the prompt that asks for one.
+    Where what follows a removed span begins as the span did, the diff finds the span further right than it was taken
+    out, maybe across the start of the answer. So it is looked at as far left as it can have been.
+    """
+    floor = 0
+    for idx, directive in enumerate(directives):
+        if directive.end >= answer_start and directive.end - _slack(base_ids, directive, floor) >= answer_start:
+            return idx
+        floor = directive.end
+    return None
+
+
+def _slack(base_ids: array[int], directive: Directive, floor: int) -> int:
+    """Return by how many tokens a directive may be moved to the left and come to the same."""
+    start, inserted = directive.start, directive.replacement_ids
+    if inserted and start < directive.end:
+        # It ends where base and prompt do not agree any more.
+        return 0
+    sequence = base_ids[:start] + array("i", inserted) if inserted else base_ids
+    length = len(inserted) or directive.end - start
+    at = start
+    while at > floor and sequence[at - 1] == sequence[at - 1 + length]:
+        at -= 1
+    return start - at

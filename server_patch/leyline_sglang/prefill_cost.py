@@ -18,7 +18,7 @@ known of a long prompt."""
 _SPREAD = 8
 """How many times the smallest batch the largest must be, before what is fixed can be told from what a token costs."""
 _REACH = 32
-"""How many times the tokens of the largest batch can be asked about."""
+"""How many times the most tokens, and the most pairs, of a batch can be asked about."""
 _OUTLIER = 4.0
 """A batch that took so many times what the fit says is left out of it: it compiled a kernel, or was held up."""
 _BETTER = 0.75
@@ -27,8 +27,8 @@ explain them equally well, and pairs would make a long prompt far too dear."""
 _FIT_EVERY = 8
 """Batches between two fits, once there is a first one: a fit takes longer than a look-up."""
 
-Cost = tuple[float, float, float, float]
-"""Milliseconds of a batch, of a token and of a pair of tokens; and the most tokens that these were measured for."""
+Cost = tuple[float, float, float, float, float]
+"""Milliseconds of a batch, of a token and of a pair of tokens; and the most tokens and pairs that these hold for."""
 
 
 def num_pairs(tokens: int, prefix_tokens: int) -> float:
@@ -41,10 +41,32 @@ def predict_ms(cost: Cost, tokens: int, prefix_tokens: int) -> float | None:
 
     None where nothing of that size was measured.
     """
-    fixed_ms, token_ms, pair_ms, most_tokens = cost
-    if tokens > most_tokens:
+    fixed_ms, token_ms, pair_ms, most_tokens, most_pairs = cost
+    pairs = num_pairs(tokens, prefix_tokens)
+    if tokens > most_tokens or pairs > most_pairs:
         return None
-    return fixed_ms + token_ms * tokens + pair_ms * num_pairs(tokens, prefix_tokens) if tokens else 0.0
+    return fixed_ms + token_ms * tokens + pair_ms * pairs if tokens else 0.0
+
+
+def saved_by_moving(
+    cost: Cost | None, *, prompt_tokens: int, kept_tokens: int, moved_tokens: int, prefilled_tokens: int, ms: float
+) -> float | None:
+    """Return how many milliseconds sooner a request is answered as rows were moved; None where that is not known.
+
+    Args:
+        cost: what prefill costs.
+        prompt_tokens: all of the request's.
+        kept_tokens: what was cached of it and needed no splice.
+        moved_tokens: what was moved.
+        prefilled_tokens: what the splice prefilled before the request.
+        ms: what the splice took, that prefill included.
+    """
+    if not moved_tokens or cost is None:
+        return None
+    left = prompt_tokens - kept_tokens
+    still = left - moved_tokens - prefilled_tokens
+    without_ms, still_ms = predict_ms(cost, left, kept_tokens), predict_ms(cost, still, prompt_tokens - still)
+    return None if without_ms is None or still_ms is None else round(without_ms - still_ms - ms, 3)
 
 
 class PrefillMeter:
@@ -90,7 +112,8 @@ def fit(batches: Collection[tuple[float, float, float]]) -> Cost | None:
     usual = rows[rows[:, 2] <= _OUTLIER * (cost[0] + rows[:, :2] @ cost[1:])]
     if len(usual) < len(rows) and _tells_sizes_apart(usual):
         cost = _simplest(usual)
-    return float(cost[0]), float(cost[1]), float(cost[2]), _REACH * float(rows[:, 0].max())
+    most_tokens, most_pairs = _REACH * rows[:, :2].max(axis=0)
+    return float(cost[0]), float(cost[1]), float(cost[2]), float(most_tokens), float(most_pairs)
 
 
 def _tells_sizes_apart(rows: NDArray[np.float64]) -> bool:

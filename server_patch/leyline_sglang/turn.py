@@ -24,8 +24,8 @@ from leyline_agent.errors import PlanError
 from leyline_sglang.config import Config
 from leyline_sglang.io_types import AdmissionReply, AdmissionRequest, CacheReply, CacheRequest, pack
 from leyline_sglang.namespaces import own_salt
-from leyline_sglang.note import check_explicit, directives_from_diff
-from leyline_sglang.prefill_cost import Cost, predict_ms
+from leyline_sglang.note import check_explicit, directives_from_diff, first_in_answer
+from leyline_sglang.prefill_cost import Cost, saved_by_moving
 from leyline_sglang.sequences import Conversation, Edit, RememberedTurn, SequenceMemory
 
 Result = TypeVar("Result")
@@ -296,8 +296,8 @@ class Turn:
         finished = reason is None
         status = Status.SPLICED if finished and done else Status.REPREFILL if finished else Status.REFUSED
         first = len(directives) if self._first_in_answer is None else self._first_in_answer
-        runs = [self._positions(step) for step in steps[:done] if step.directive_idx >= first]
-        right_of_first = sum(src_end - src_start for _, src_start, src_end, _ in runs)
+        runs = [self._positions(step) for step in steps[:done] if step.directive_idx < first]
+        left_of_answer = sum(src_end - src_start for _, src_start, src_end, _ in runs)
         return await self._serve(
             Status.PARTIAL if done and not finished else status,
             reason=reason,
@@ -308,7 +308,7 @@ class Turn:
             ),
             num_directives=num_shown,
             answer_directives=max(0, num_shown - first),
-            answer_moved_tokens=min(self._moved, right_of_first),
+            answer_moved_tokens=max(0, self._moved - left_of_answer),
             kept_tokens=kept,
             edits=tuple(edit for edit in new_edits if trim is None or edit.position < trim),
             look=look,
@@ -491,6 +491,15 @@ class Turn:
             look = look or await self.look()
             in_own = look.new_own >= look.new_shared
         ms = (time.perf_counter() - self._started) * 1e3
+        saved_ms = saved_by_moving(
+            self._prefill_cost,
+            prompt_tokens=len(self.new_ids),
+            kept_tokens=kept_tokens,
+            moved_tokens=self._moved,
+            # In one step R is in the request's own batch.
+            prefilled_tokens=self._prefilled if "prefill" in self._stages_ms else 0,
+            ms=ms,
+        )
         outcome = Outcome(
             status=status,
             reason=reason,
@@ -503,23 +512,13 @@ class Turn:
             moved_tokens=self._moved,
             answer_moved_tokens=answer_moved_tokens,
             prefilled_tokens=self._prefilled,
-            saved_ms=self._saved_ms(kept_tokens, ms),
+            saved_ms=saved_ms,
             purge=self._purge,
             ms=round(ms, 3),
             scheduler_ms=round(self._scheduler_ms, 3),
             stages_ms={name: round(ms, 3) for name, ms in self._stages_ms.items()},
         )
         return Served(outcome, self._salt(in_own), self.own_salt, self.conversation.nonce, edits[-_MAX_EDITS:], in_own)
-
-    def _saved_ms(self, kept_tokens: int, ms: float) -> float | None:
-        if not self._moved or self._prefill_cost is None:
-            return None
-        left = len(self.new_ids) - kept_tokens
-        # An R in a batch of its own is in `ms`.
-        still = left - self._moved - (self._prefilled if "prefill" in self._stages_ms else 0)
-        without_ms = predict_ms(self._prefill_cost, left, kept_tokens)
-        still_ms = predict_ms(self._prefill_cost, still, len(self.new_ids) - still)
-        return None if without_ms is None or still_ms is None else round(without_ms - still_ms - ms, 3)
 
 
 def _fills(plan: SplicePlan, steps: list[SpliceStep]) -> list[int]:
@@ -548,35 +547,6 @@ def _shown(directive: Directive, edit_id: str | None, in_answer: bool) -> Direct
         edit_id=edit_id,
         in_answer=in_answer,
     )
-
-
-def first_in_answer(base_ids: array[int], directives: list[Directive], *, answer_start: int) -> int | None:
-    """Return which directive is the first that differs from the base within its answer, or right before it.
-
-    Right before it, as a template may begin an answer otherwise in the history than in the prompt that asks for one.
-    Where what follows a removed span begins as the span did, the diff finds the span further right than it was taken
-    out, maybe across the start of the answer. So it is looked at as far left as it can have been.
-    """
-    floor = 0
-    for idx, directive in enumerate(directives):
-        if directive.end >= answer_start and directive.end - _slack(base_ids, directive, floor) >= answer_start:
-            return idx
-        floor = directive.end
-    return None
-
-
-def _slack(base_ids: array[int], directive: Directive, floor: int) -> int:
-    """Return by how many tokens a directive may be moved to the left and come to the same."""
-    start, inserted = directive.start, directive.replacement_ids
-    if inserted and start < directive.end:
-        # It ends where base and prompt do not agree any more.
-        return 0
-    sequence = base_ids[:start] + array("i", inserted) if inserted else base_ids
-    length = len(inserted) or directive.end - start
-    at = start
-    while at > floor and sequence[at - 1] == sequence[at - 1 + length]:
-        at -= 1
-    return start - at
 
 
 def _carry_over(edits: tuple[Edit, ...], plan: SplicePlan) -> list[Edit]:
