@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from leyline_agent.answers import ChatReply
     from leyline_agent.client import AsyncClient, ChatStream, Client
-    from leyline_agent.conversation import Conversation, PreparedTurn
+    from leyline_agent.conversation import Conversation
     from leyline_agent.conversation_pool import ConversationPool
     from leyline_agent.core.protocol import (
         ConversationState,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     )
     from leyline_agent.policy.loader import load_policy
     from leyline_agent.policy.schema import Policy
+    from leyline_agent.prepared_turn import PreparedTurn
     from leyline_agent.telemetry import Telemetry, Usage, turn_attributes
 
 __all__ = [
@@ -66,7 +67,7 @@ __all__ = [
 _MODULES = {
     "answers": ("ChatReply",),
     "client": ("AsyncClient", "ChatStream", "Client"),
-    "conversation": ("Conversation", "PreparedTurn"),
+    "conversation": ("Conversation",),
     "conversation_pool": ("ConversationPool",),
     "core.protocol": (
         "ConversationState",
@@ -89,6 +90,7 @@ _MODULES = {
     ),
     "policy.loader": ("load_policy",),
     "policy.schema": ("Policy",),
+    "prepared_turn": ("PreparedTurn",),
     "telemetry": ("Telemetry", "Usage", "turn_attributes"),
 }
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from leyline_agent.answers import ChatReply, StreamedAnswer, read_reply
-from leyline_agent.conversation import Conversation, PreparedTurn
+from leyline_agent.conversation import Conversation
 from leyline_agent.core.protocol import ConversationState, ReleaseReply, SpliceReply, SpliceRequest
 from leyline_agent.errors import SpliceTransportError
 from leyline_agent.plugin_routes import (
@@ -25,6 +25,7 @@ from leyline_agent.plugin_routes import (
     splice_arguments,
     state_arguments,
 )
+from leyline_agent.prepared_turn import PreparedTurn
 from leyline_agent.telemetry import raise_fallback
 from leyline_agent.tokenizers import server_root
 

@@ -14,13 +14,13 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from os import PathLike
 from typing import Any, Literal
 
 from leyline_agent.client_plan import RenderedFrom, plan_on_client
 from leyline_agent.core.conversation_id import check_conversation_id
-from leyline_agent.core.edits import Edit, apply_edits
+from leyline_agent.core.edits import apply_edits
 from leyline_agent.core.messages import Message, messages_from_openai
 from leyline_agent.core.protocol import NOTE_KEY, ROUTING_HEADER, Mode, Note, Outcome
 from leyline_agent.digests import (
@@ -28,7 +28,6 @@ from leyline_agent.digests import (
     AnsweredTurn,
     Comparison,
     HeldPrompt,
-    PromptDigest,
     compare,
     digest_prompt,
     goes_on,
@@ -47,49 +46,14 @@ from leyline_agent.policy.counting import TextTokens, TokenCounter, estimate_tok
 from leyline_agent.policy.engine import PolicyRun
 from leyline_agent.policy.loader import load_policy
 from leyline_agent.policy.schema import Policy
+from leyline_agent.prepared_turn import PreparedTurn
 from leyline_agent.server_counts import ServerCounts
-from leyline_agent.telemetry import ByTemplate, Telemetry, Usage, warn_fallback
+from leyline_agent.telemetry import Telemetry, Usage, warn_fallback
 from leyline_agent.tokenizers import Tokenizer
 
 PolicyLike = Policy | str | PathLike[str] | None
 
 _MIN_KEY_BYTES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedTurn:
-    """A request that is ready to send, and what `Conversation.commit` needs to know of it."""
-
-    turn: str
-    body: dict[str, Any]
-    """The caller's request with the edited messages and the note."""
-    headers: dict[str, str]
-    """To be sent with it; empty where there is no note."""
-    messages: tuple[Message, ...]
-    """The edited messages, as in `body`."""
-    edits: tuple[Edit, ...]
-    """What was done to the caller's messages."""
-    note: Note | None
-    unexplained: tuple[str, ...]
-    """For people: why the note says `reprefill`, where somebody else changed the history."""
-    prompt: PromptDigest
-    amortized: frozenset[str]
-    """Digests of the messages whose edits this note lets the server amortize."""
-    purged: frozenset[str]
-    """Digests of the messages of which this note has the server leave nothing cached."""
-    period: int
-    """How often the conversation had been released before."""
-    by_template: ByTemplate = "none"
-    """Which differences from the last answered turn the chat template is behind."""
-
-    def openai_arguments(self) -> dict[str, Any]:
-        """Return the request as keyword arguments of the `openai` package's `chat.completions.create`.
-
-        That takes only fields that it knows, so all but three go into `extra_body`, from where they are sent alike.
-        """
-        named: dict[str, Any] = {name: self.body[name] for name in ("model", "messages", "stream") if name in self.body}
-        rest = {name: value for name, value in self.body.items() if name not in named}
-        return {**named, "extra_body": rest, "extra_headers": self.headers}
 
 
 class Conversation:

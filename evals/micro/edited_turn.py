@@ -171,6 +171,9 @@ def arm_row(answers: Sequence[Answer]) -> dict[str, Any]:
         row["note_p50_ms"] = round(percentile([outcome["ms"] for outcome in outcomes], 50), 2)
         row["moved_tokens"] = round(sum(outcome["moved_tokens"] for outcome in outcomes) / len(outcomes), 1)
         row["statuses"] = dict(Counter(outcome["status"] for outcome in outcomes))
+        # What the server says that a splice saved, beside what `reprefill` took here.
+        if saved_ms := [outcome["saved_ms"] for outcome in outcomes if outcome.get("saved_ms") is not None]:
+            row["saved_p50_ms"] = round(percentile(saved_ms, 50), 2)
         stages = [outcome.get("stages_ms") or {} for outcome in outcomes]
         # Where R is computed in the batch of the request itself, there is no stage for it.
         row["prefilled_before"] = sum("prefill" in stage for stage in stages)

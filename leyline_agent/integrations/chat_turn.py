@@ -22,7 +22,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from langgraph.config import get_config
 
 from leyline_agent.answers import read_outcome
-from leyline_agent.conversation import Conversation, PreparedTurn
+from leyline_agent.conversation import Conversation
 from leyline_agent.conversation_pool import ConversationPool, Place
 from leyline_agent.core.messages import Message, messages_from_openai
 from leyline_agent.core.protocol import ROUTING_HEADER, Outcome
@@ -30,6 +30,7 @@ from leyline_agent.digests import AnsweredTurn
 from leyline_agent.integrations.langchain_messages import apply_edits_to_langchain, to_openai
 from leyline_agent.integrations.openai_client import Heard, listening, server_of
 from leyline_agent.integrations.persist import persist_edits
+from leyline_agent.prepared_turn import PreparedTurn
 from leyline_agent.telemetry import Attribute, Usage, raise_fallback, turn_attributes
 
 logger = logging.getLogger("leyline_agent")

@@ -11,11 +11,11 @@ from typing import Any
 
 from langchain_core.messages import AIMessage, BaseMessage, RemoveMessage, ToolMessage
 
-from leyline_agent.conversation import PreparedTurn
 from leyline_agent.core.edits import Edit
 from leyline_agent.core.messages import Message, messages_from_openai
 from leyline_agent.digests import HeldPrompt, digest_prompt
 from leyline_agent.integrations.langchain_messages import edited_messages, to_openai
+from leyline_agent.prepared_turn import PreparedTurn
 
 
 def persist_edits(

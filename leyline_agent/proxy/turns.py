@@ -14,9 +14,10 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 from leyline_agent.answers import ChatReply
-from leyline_agent.conversation import Conversation, PreparedTurn
+from leyline_agent.conversation import Conversation
 from leyline_agent.core.messages import Message
 from leyline_agent.core.protocol import NOTE_KEY, Outcome, Reason
+from leyline_agent.prepared_turn import PreparedTurn
 from leyline_agent.proxy.recognise import Known, Recogniser
 from leyline_agent.proxy.settings import ProxySettings
 from leyline_agent.proxy.stats import Stats

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from leyline_agent import Conversation, Policy
-from leyline_agent.conversation import PreparedTurn
+from leyline_agent.prepared_turn import PreparedTurn
 
 Chat = dict[str, Any]
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from leyline_agent import Conversation
-from leyline_agent.conversation import PreparedTurn
 from leyline_agent.core.protocol import DirectiveOutcome, Outcome, Reason, Status, outcome_header
 from leyline_agent.policy import parse_policy
+from leyline_agent.prepared_turn import PreparedTurn
 
 Chat = dict[str, Any]
 EVERY_OUTPUT = 'version: 1\nrules: [{name: r, select: {role: tool}, replace: "[gone]"}]'
