@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from leyline_agent.conversation import Conversation, PolicyLike
 from leyline_agent.core.messages import Message, messages_from_openai
-from leyline_agent.digests import AnsweredTurn, goes_on
+from leyline_agent.digests import AnswerDigest, AnsweredTurn, goes_on
 from leyline_agent.policy.loader import load_policy
 from leyline_agent.policy.schema import Policy
 
 _MAX_BRANCHES = 8
 """Conversations of one place; a further branch takes over the one that was left alone for longest."""
 _MAX_TIPS = 32
+_MAX_VANISHED = 3
+"""How many messages at the end of a prompt without a thread id may be gone when its answer follows."""
 
 
 class Place(NamedTuple):
@@ -26,7 +30,7 @@ class Place(NamedTuple):
     node: str = ""
     """The graph's node, below the nodes of the graphs around it: `researcher|model`."""
     server: str = ""
-    """The server asked: each holds conversations of its own."""
+    """The base URL of the server asked: each holds conversations of its own, and is told no other's id."""
 
     @property
     def is_outermost(self) -> bool:
@@ -66,13 +70,53 @@ class _Thread:
     """The last asked for."""
 
 
+class _Anonymous:
+    """The conversations without a thread id, found by the digests of what they answered. Its user holds a lock."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, tuple[Conversation, tuple[tuple[bytes, str], ...]]] = OrderedDict()
+        # By a prompt's point and what its answer said; the last kept is the last.
+        self._at: dict[tuple[bytes, str], dict[str, Conversation]] = {}
+
+    def find(self, messages: Sequence[Message], points: Sequence[bytes]) -> Conversation | None:
+        """Return the one that the messages go on from with most of them; `points` are theirs."""
+        for idx in range(len(messages) - 1, 0, -1):
+            there = self._at.get((points[idx], AnswerDigest.of(messages[idx]).said), {})
+            for conversation in reversed(there.values()):
+                if conversation.base is not None and conversation.base.answer.matches(messages[idx]):
+                    return conversation
+        return None
+
+    def keep(self, conversation: Conversation, most: int) -> None:
+        """Keep a conversation where it stands now, as the last used of at most so many."""
+        self._drop(conversation.id)
+        base = conversation.base
+        keys: tuple[tuple[bytes, str], ...] = ()
+        if base is not None:
+            points = list(_points([message.original for message in base.prompt.messages]))
+            keys = tuple((point, base.answer.said) for point in points[max(1, len(points) - 1 - _MAX_VANISHED) :])
+        self._kept[conversation.id] = conversation, keys
+        for key in keys:
+            self._at.setdefault(key, {})[conversation.id] = conversation
+        while len(self._kept) > most:
+            self._drop(next(iter(self._kept)))
+
+    def _drop(self, conversation_id: str) -> None:
+        if conversation_id not in self._kept:
+            return
+        for key in self._kept.pop(conversation_id)[1]:
+            del self._at[key][conversation_id]
+            if not self._at[key]:
+                del self._at[key]
+
+
 class ConversationPool:
     """Keeps the `max_conversations` last used threads; an older one starts anew, which costs a re-prefill.
 
     Args:
         policy: as for `Conversation`; loaded once.
-        key: derives the ids from the thread ids, so that they survive a restart. Without one they are random and
-            live as long as this object.
+        key: derives the ids from thread id, node and server, so that they survive a restart. Without one they are
+            random and live as long as this object.
         max_conversations: of threads, and again of conversations without a thread id.
         options: other keyword arguments of `Conversation`.
     """
@@ -86,17 +130,23 @@ class ConversationPool:
         **options: Any,
     ) -> None:
         self._policy = policy if policy is None or isinstance(policy, Policy) else load_policy(policy)
-        self._key = key
+        self._key = key.encode() if isinstance(key, str) else key
         self._options = options
         self._max_conversations = max_conversations
         self._lock = threading.Lock()
         self._threads: OrderedDict[str, _Thread] = OrderedDict()
-        self._anonymous: OrderedDict[str, Conversation] = OrderedDict()
+        self._anonymous = _Anonymous()
         # A bad key or option is the caller's mistake now, not the first request's.
-        self._new("", None)
+        if key is None:
+            self._new(None, None)
+        else:
+            Conversation.for_thread(key, "", self._policy, **options)
 
     def of_thread(self, thread_id: str) -> Conversation:
-        """Return the conversation that a thread's last call belonged to; before the first call, that one's."""
+        """Return the conversation that a thread's last call belonged to; before the first call, that one's.
+
+        With a key, its id is that of a server only from its first call on.
+        """
         with self._lock:
             thread = self._thread(thread_id)
             return thread.last or self._main(thread_id, thread)
@@ -158,47 +208,63 @@ class ConversationPool:
     def of_messages(self, messages: Sequence[Mapping[str, Any]]) -> Conversation:
         """Return the conversation without a thread id whose last answered turn these messages go on from, or a new one.
 
-        A new one is kept by `keep`, once it has an answer.
+        Up to three messages at the end of that turn's prompt may be gone. A new one is kept by `keep`, once it has an
+        answer.
         """
         parsed: list[Message] = messages_from_openai(messages)
+        points = list(_points([message.digest() for message in parsed]))
         with self._lock:
-            candidates = list(reversed(self._anonymous.values()))
-        for conversation in candidates:
-            if conversation.is_continued_by(parsed):
-                return conversation
-        return Conversation(self._policy, **self._options)
+            found = self._anonymous.find(parsed, points)
+        return found or Conversation(self._policy, **self._options)
 
     def keep(self, conversation: Conversation) -> None:
         """Keep a conversation that `of_messages` returned, as the last used."""
         with self._lock:
-            self._anonymous[conversation.id] = conversation
-            self._anonymous.move_to_end(conversation.id)
-            _trim(self._anonymous, self._max_conversations)
+            self._anonymous.keep(conversation, self._max_conversations)
 
     def _thread(self, thread_id: str) -> _Thread:
         thread = self._threads.setdefault(thread_id, _Thread())
         self._threads.move_to_end(thread_id)
-        _trim(self._threads, self._max_conversations)
+        while len(self._threads) > self._max_conversations:
+            self._threads.popitem(last=False)
         return thread
 
     def _main(self, thread_id: str, thread: _Thread) -> Conversation:
         if thread.main is None:
-            thread.main = self._new(thread_id, None)
+            thread.main = self._new(self._id(thread_id), None)
         return thread.main
 
     def _of_place(self, thread_id: str, thread: _Thread, place: Place, num_others: int) -> Conversation:
         main = self._main(thread_id, thread)
+        conversation_id = self._id(thread_id, place.node, place.server, num_others)
         if place.is_outermost and not thread.main_is_placed:
             thread.main_is_placed = True
+            # It may have been made for edits by hand, before anybody knew which server is asked.
+            main.id = conversation_id or main.id
             return main
-        return self._new(json.dumps([thread_id, *place, num_others]), main)
+        return self._new(conversation_id, main)
 
-    def _new(self, name: str, edits_of: Conversation | None) -> Conversation:
+    def _new(self, conversation_id: str | None, edits_of: Conversation | None) -> Conversation:
+        return Conversation(
+            self._policy,
+            conversation_id=conversation_id,
+            resumed=conversation_id is not None,
+            edits_of=edits_of,
+            **self._options,
+        )
+
+    def _id(self, *parts: str | int) -> str | None:
+        """Return the id that follows from the key; another for each list of parts, none without a key."""
         if self._key is None:
-            return Conversation(self._policy, edits_of=edits_of, **self._options)
-        return Conversation.for_thread(self._key, name, self._policy, edits_of=edits_of, **self._options)
+            return None
+        # Another hash than `Conversation.for_thread`, so that no thread id there gives an id of ours.
+        return hmac.digest(self._key, json.dumps(["leyline-pool", *parts]).encode(), hashlib.sha512).hex()[:64]
 
 
-def _trim(kept: OrderedDict[str, Any], most: int) -> None:
-    while len(kept) > most:
-        kept.popitem(last=False)
+def _points(digests: Sequence[str]) -> Iterator[bytes]:
+    """Return for each number of messages, from 0 on, what stands for that many of them."""
+    point = b""
+    yield point
+    for digest in digests:
+        point = hashlib.sha256(point + digest.encode()).digest()
+        yield point

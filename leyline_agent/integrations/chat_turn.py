@@ -1,21 +1,23 @@
 """One turn of a chat model: our note merged into what the user set, the outcome heard as the answer comes in.
 
 LangChain replaces a model's `extra_body` by a bound or called one instead of merging them. So does this module find
-the one that LangChain would send, and adds to a copy of it. The model itself is never touched, nor is the answer.
+the one that LangChain would send, and adds to a copy of it. The model itself is never touched, nor is the answer. What
+we cannot read is sent as it came, without a note.
 """
 
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import openai
 from langchain_core.exceptions import ContextOverflowError
 from langchain_core.language_models import BaseChatModel
-from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, message_chunk_to_message
 from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.base import RunnableBindingBase
 from langchain_core.utils.function_calling import convert_to_openai_tool
@@ -25,9 +27,10 @@ from leyline_agent.answers import read_outcome
 from leyline_agent.conversation import Conversation
 from leyline_agent.conversation_pool import ConversationPool, Place
 from leyline_agent.core.messages import Message, messages_from_openai
-from leyline_agent.core.protocol import ROUTING_HEADER, Outcome
+from leyline_agent.core.protocol import OUTCOME_HEADER, ROUTING_HEADER, Outcome
 from leyline_agent.digests import AnsweredTurn
 from leyline_agent.integrations.langchain_messages import apply_edits_to_langchain, to_openai
+from leyline_agent.integrations.noted_servers import NotedServers
 from leyline_agent.integrations.openai_client import Heard, listening, server_of
 from leyline_agent.integrations.persist import persist_edits
 from leyline_agent.prepared_turn import PreparedTurn
@@ -93,7 +96,9 @@ class Call:
     request: ChatRequest
     caller: Caller
     server: str | None
-    """The one that may be sent a note."""
+    """The one whose conversation it is; None where there is none that could be sent a note."""
+    takes_note: bool
+    """Whether to send it one now."""
     chat_dicts: list[dict[str, Any]]
     messages: list[Message]
     """The same, parsed."""
@@ -122,16 +127,24 @@ class ChatTurn:
     settings: dict[str, Any]
     """The settings of the call that differ from before: `extra_body` and `extra_headers`."""
     _turns: ChatTurns
-    _call: Call
-    _prepared: PreparedTurn
+    _begun: tuple[Call, PreparedTurn] | None
+    """None for a call that goes out as it came."""
     _is_resent: bool = False
     _heard: list[Heard] = field(default_factory=list)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Listen for the answer, which is to come in here."""
-        with listening(unwrap(self._call.request.model)[0], self._prepared.headers.get(ROUTING_HEADER)) as heard:
-            self._heard[:] = [heard]
+        with ExitStack() as stack:
+            if self._begun is not None:
+                call, prepared = self._begun
+                try:
+                    heard = stack.enter_context(
+                        listening(unwrap(call.request.model)[0], prepared.headers.get(ROUTING_HEADER))
+                    )
+                    self._heard[:] = [heard]
+                except Exception as error:
+                    self._turns.tell_bug(error)
             yield
 
     def without_note(self, error: openai.APIStatusError) -> ChatTurn:
@@ -140,24 +153,54 @@ class ChatTurn:
         Raises:
             openai.APIStatusError: the error as it came, where it is about something else.
         """
-        if not self.settings or isinstance(error, ContextOverflowError):
+        # A server that gives an outcome knows the field.
+        if not self.settings or isinstance(error, ContextOverflowError) or OUTCOME_HEADER in error.response.headers:
             raise error
         return replace(self, settings={}, _is_resent=True)
 
     def finish(self, answer: AIMessage, state_ids: frozenset[str] | None = None) -> Finished:
-        """Commit the turn. The answer stays as it is.
+        """Commit the turn. The answer stays as it is, and is the caller's whatever we make of it.
 
         Args:
             answer: what the model said.
             state_ids: to keep the edits in the graph's state, the ids of the messages that it holds.
         """
-        call, prepared, finished, held = self._call, self._prepared, Finished(), None
+        if self._begun is None:
+            return Finished()
+        try:
+            return self._finish(*self._begun, answer, state_ids)
+        except Exception as error:
+            self._turns.tell_bug(error)
+            return Finished()
+
+    def finish_streamed(self, chunks: Sequence[BaseMessage]) -> Finished:
+        """As `finish`, for an answer that came in these pieces; none is no turn."""
+        try:
+            whole: Any = None
+            for chunk in chunks:
+                whole = chunk if whole is None else whole + chunk
+            if whole is None:
+                return Finished()
+            answer = message_chunk_to_message(whole) if isinstance(whole, AIMessageChunk) else whole
+            if not isinstance(answer, AIMessage):
+                raise TypeError(f"the pieces of an answer make a {type(answer).__name__}, expected an AIMessage")
+        except Exception as error:
+            self._turns.tell_bug(error)
+            return Finished()
+        return self.finish(answer)
+
+    def _finish(
+        self, call: Call, prepared: PreparedTurn, answer: AIMessage, state_ids: frozenset[str] | None
+    ) -> Finished:
+        finished, held = Finished(), None
         if state_ids is not None:
             finished.updates, held = persist_edits(call.request.messages, call.chat_dicts, prepared, state_ids)
-        if call.server is None:
+        if call.server is None or not call.takes_note:
             return finished
         if self._is_resent:
-            self._turns.avoid(call.server)
+            self._turns.refused(call.server)
+            return finished
+        if not self._heard:
             return finished
         heard = self._heard[0]
         if prepared.note is not None and heard.is_connected and not heard.is_success:
@@ -166,6 +209,8 @@ class ChatTurn:
             return finished
         outcome, usage = read_outcome(heard.headers or {}), _usage(answer)
         finished.is_heard, finished.outcome = prepared.note is not None and heard.headers is not None, outcome
+        if finished.is_heard:
+            self._turns.heard(call.server, has_outcome=OUTCOME_HEADER in (heard.headers or {}))
         turn = call.conversation.commit(
             prepared, to_openai([answer])[0], outcome, usage, expects_outcome=heard.headers is not None, held=held
         )
@@ -180,21 +225,24 @@ class ChatTurns:
 
     def __init__(self, pool: ConversationPool, *, strict: bool) -> None:
         self._pool, self._strict = pool, strict
-        self._avoided: set[str] = set()
-        """Servers that refuse our field."""
+        self._servers = NotedServers()
         self._said: set[str] = set()
 
     def begin(self, request: ChatRequest, caller: Caller) -> ChatTurn:
-        """Prepare a turn."""
-        call = self._call(request, caller)
-        prepared = call.conversation.prepare(call.body)
-        return self._turn(call, prepared)
+        """Prepare a turn; where we cannot, one that goes out as it came."""
+        try:
+            call = self._call(request, caller)
+            return self._turn(call, call.conversation.prepare(call.body))
+        except Exception as error:
+            return self._plain(request, error)
 
     async def begin_async(self, request: ChatRequest, caller: Caller) -> ChatTurn:
         """As `begin`."""
-        call = self._call(request, caller)
-        prepared = await call.conversation.prepare_async(call.body)
-        return self._turn(call, prepared)
+        try:
+            call = self._call(request, caller)
+            return self._turn(call, await call.conversation.prepare_async(call.body))
+        except Exception as error:
+            return self._plain(request, error)
 
     def check(self, finished: Finished) -> None:
         """With `strict`, raise what the server did not do.
@@ -214,28 +262,52 @@ class ChatTurns:
         else:
             self._pool.answered(thread_id, Place(node, call.server or ""), call.messages, turn, call.conversation)
 
-    def avoid(self, server: str) -> None:
-        """Send no more notes to a server that has refused one and answered without it."""
-        self._avoided.add(server)
-        self._say_once(server, f"{server} refuses requests with a note; it gets edited prompts without one from now on")
+    def refused(self, server: str) -> None:
+        """Take note of a server that has refused a note and answered without it."""
+        if self._servers.refused(server):
+            self._say_once(
+                f"refused {server}",
+                f"{server} refuses requests with a note; for ten minutes it gets edited prompts without one",
+            )
+
+    def heard(self, server: str, *, has_outcome: bool) -> None:
+        """Take note of an answer to a note."""
+        if has_outcome:
+            self._servers.spoke(server)
+        # With `strict`, each answer without an outcome raises, and is to go on doing so.
+        elif not self._strict and self._servers.was_silent(server):
+            # The conversation has warned of it.
+            logger.info("%s has never answered a note with an outcome; it gets none for ten minutes", server)
+
+    def tell_bug(self, error: Exception) -> None:
+        """Log what we failed at, without the error's own text, which may quote a message."""
+        kind, frames = type(error).__name__, traceback.extract_tb(error.__traceback__)
+        where = "".join(traceback.format_list(frames))
+        self._say_once(
+            f"{kind} {frames[-1].filename}:{frames[-1].lineno}",
+            f"the request or the answer goes through as it is, after a {kind} of ours:\n{where}",
+        )
+
+    def _plain(self, request: ChatRequest, error: Exception) -> ChatTurn:
+        self.tell_bug(error)
+        return ChatTurn(list(request.messages), {}, self, None)
 
     def _call(self, request: ChatRequest, caller: Caller) -> Call:
         chat_dicts = to_openai(request.messages)
         body = request.body(chat_dicts)
         server = request.server(body)
-        if server in self._avoided:
-            server = None
+        takes_note = server is not None and self._servers.takes_notes(server)
         messages = messages_from_openai(chat_dicts)
         if caller.thread_id is None:
             conversation = self._pool.of_messages(chat_dicts)
         else:
             conversation = self._pool.of_call(caller.thread_id, Place(caller.node, server or ""), messages)
-        return Call(request, caller, server, chat_dicts, messages, body, conversation)
+        return Call(request, caller, server, takes_note, chat_dicts, messages, body, conversation)
 
     def _turn(self, call: Call, prepared: PreparedTurn) -> ChatTurn:
         request = call.request
         settings: dict[str, Any] = {}
-        if prepared.note is not None and call.server is not None:
+        if prepared.note is not None and call.takes_note:
             settings = {
                 "extra_body": {
                     **(request.setting("extra_body") or {}),
@@ -243,7 +315,7 @@ class ChatTurns:
                 },
                 "extra_headers": {**(request.setting("extra_headers") or {}), **prepared.headers},
             }
-        elif prepared.note is not None and request.server(call.body) is None:
+        elif prepared.note is not None and call.server is None:
             name = type(unwrap(request.model)[0]).__name__
             self._say_once(
                 name,
@@ -251,7 +323,7 @@ class ChatTurns:
                 "OpenAI-style client: its prompts are edited all the same, and prefilled again from each edit on",
             )
         messages = apply_edits_to_langchain(request.messages, call.chat_dicts, prepared.edits)
-        return ChatTurn(messages, settings, self, call, prepared)
+        return ChatTurn(messages, settings, self, (call, prepared))
 
     def _say_once(self, about: str, text: str) -> None:
         if about not in self._said:

@@ -34,9 +34,10 @@ class LeylineMiddleware(AgentMiddleware[Any, Any, Any]):
 
     Args:
         policy: a `Policy`, the name of one that comes along, or a path.
-        key: a secret of 16 bytes or more that derives a conversation's id from its thread id, so that it survives a
-            restart. By default ids are random and live as long as the middleware.
-        persist: write the edits into the graph's state, so that checkpoints hold the edited history.
+        key: a secret of 16 bytes or more that derives a conversation's id from thread id, node and server, so that it
+            survives a restart. By default ids are random and live as long as the middleware.
+        persist: write the edits into the graph's state, so that checkpoints hold the edited history. No other node of
+            the same step may remove or replace messages.
         strict: raise where a splice was refused; the answer is in `conversation(thread_id).last_answer`.
         max_conversations: how many threads to remember.
         options: `unexplained_changes`, `template_changes`, `gate`, `scrub`, `counter`, `plan` and `tokenizer`, as for

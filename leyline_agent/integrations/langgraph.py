@@ -7,14 +7,7 @@ from typing import Any
 
 try:
     from langchain_core.language_models import LanguageModelInput
-    from langchain_core.messages import (
-        AIMessage,
-        AIMessageChunk,
-        BaseMessage,
-        HumanMessage,
-        convert_to_messages,
-        message_chunk_to_message,
-    )
+    from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, convert_to_messages
     from langchain_core.prompt_values import PromptValue
     from langchain_core.runnables import Runnable, RunnableConfig, ensure_config
 except ImportError as error:
@@ -67,7 +60,8 @@ class LeylineModel(Runnable[LanguageModelInput, AIMessage]):
         """Send the edited messages and return what writes answer and edits into the graph's state.
 
         For `return {"messages": model.update(state["messages"])}` in a node, where the state's reducer is
-        `add_messages`; the checkpoints hold the edited history then. `invoke` leaves the state's messages as they are.
+        `add_messages`; the checkpoints hold the edited history then. No other node of the same step may remove or
+        replace messages. `invoke` leaves the state's messages as they are.
         """
         answer, finished = self._call(list(messages), ensure_config(config), kwargs, _ids(messages))
         return [*finished.updates, answer]
@@ -85,7 +79,7 @@ class LeylineModel(Runnable[LanguageModelInput, AIMessage]):
         """Send the edited messages and yield the answer's chunks. Breaking off leaves the turn unanswered."""
         config = ensure_config(config)
         turn = self._turns.begin(ChatRequest(self._model, _messages(input), kwargs), caller_of(config))
-        whole: AIMessageChunk | None = None
+        seen: list[AIMessage] = []
         # The answer's headers come with its first chunk. Between chunks this is the caller's context.
         try:
             with turn.listening():
@@ -96,11 +90,10 @@ class LeylineModel(Runnable[LanguageModelInput, AIMessage]):
             chunks = _bound(self._model, turn, kwargs).stream(turn.messages, config)
             first = next(chunks, None)
         while first is not None:
-            whole = first if whole is None else whole + first
+            seen.append(first)
             yield first
             first = next(chunks, None)
-        if whole is not None:
-            self._tell(turn.finish(_whole(whole)), config)
+        self._tell(turn.finish_streamed(seen), config)
 
     async def astream(
         self, input: LanguageModelInput, config: RunnableConfig | None = None, **kwargs: Any
@@ -108,7 +101,7 @@ class LeylineModel(Runnable[LanguageModelInput, AIMessage]):
         """As `stream`."""
         config = ensure_config(config)
         turn = await self._turns.begin_async(ChatRequest(self._model, _messages(input), kwargs), caller_of(config))
-        whole: AIMessageChunk | None = None
+        seen: list[AIMessage] = []
         try:
             with turn.listening():
                 chunks = _bound(self._model, turn, kwargs).astream(turn.messages, config)
@@ -118,11 +111,10 @@ class LeylineModel(Runnable[LanguageModelInput, AIMessage]):
             chunks = _bound(self._model, turn, kwargs).astream(turn.messages, config)
             first = await anext(chunks, None)
         while first is not None:
-            whole = first if whole is None else whole + first
+            seen.append(first)
             yield first
             first = await anext(chunks, None)
-        if whole is not None:
-            await self._tell_async(turn.finish(_whole(whole)), config)
+        await self._tell_async(turn.finish_streamed(seen), config)
 
     def _call(
         self,
@@ -203,12 +195,6 @@ def _bound(model: Runnable[Any, Any], turn: ChatTurn, kwargs: dict[str, Any]) ->
 
 def _ids(messages: Sequence[BaseMessage]) -> frozenset[str]:
     return frozenset(str(message.id) for message in messages if message.id is not None)
-
-
-def _whole(chunk: AIMessageChunk) -> AIMessage:
-    answer = message_chunk_to_message(chunk)
-    assert isinstance(answer, AIMessage)
-    return answer
 
 
 def _messages(input_: LanguageModelInput) -> list[BaseMessage]:

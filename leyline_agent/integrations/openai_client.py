@@ -39,16 +39,17 @@ _heard: ContextVar[Heard | None] = ContextVar("leyline_heard", default=None)
 
 
 def server_of(model: object) -> str | None:
-    """Return the root of the server that a chat model asks through an OpenAI-style client; None where it has none.
+    """Return the base URL that a chat model asks through an OpenAI-style client; None where it has none.
 
-    None for OpenAI's own servers, too.
+    None for OpenAI's own servers, too. It has no credentials and no query; a gateway may have other servers behind
+    other paths.
     """
     for client in _clients(model):
         url = urlsplit(str(client.base_url))
         host = url.hostname or ""
         if any(host == foreign or host.endswith("." + foreign) for foreign in _FOREIGN_HOSTS):
             return None
-        return f"{url.scheme}://{url.netloc}"
+        return f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path.rstrip('/')}"
     return None
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from leyline_agent import Conversation, ConversationPool, Policy
 from leyline_agent.conversation_pool import Place
-from leyline_agent.core.messages import messages_from_openai
+from leyline_agent.core.messages import Message, messages_from_openai
 
 KEY = b"0123456789abcdef"
 AGENT, EXPERT = Place("model"), Place("expert|model")
@@ -152,7 +152,7 @@ def test_ids_survive_a_restart_and_differ_by_place_and_branch() -> None:
     def run() -> list[str]:
         pool = ConversationPool(key=KEY)
         _, stem = Caller(pool).ask([], "stem")
-        for place in (AGENT, EXPERT, Place("model", "http://other")):
+        for place in (AGENT, EXPERT, Place("model", "http://other/v1")):
             caller = Caller(pool, place)
             ways = [stem, stem]
             for idx in range(2):
@@ -162,11 +162,94 @@ def test_ids_survive_a_restart_and_differ_by_place_and_branch() -> None:
     ids = run()
     assert len(set(ids)) == len(ids) == 6
     assert run() == ids
-    assert Conversation.for_thread(KEY, "t").id in ids
+    assert len({*ids, Conversation.for_thread(KEY, "t").id}) == 7
 
 
-def test_a_subgraph_that_calls_first_does_not_take_the_threads_own_id() -> None:
+def test_ids_do_not_depend_on_who_calls_first() -> None:
+    first, second = ConversationPool(key=KEY), ConversationPool(key=KEY)
+    # Made before the call, for an edit by hand.
+    second.of_thread("t")
+    places = [EXPERT, AGENT]
+    ids = {place: Caller(first, place).ask([], "q")[0].id for place in places}
+    assert {place: Caller(second, place).ask([], "q")[0].id for place in reversed(places)} == ids
+
+
+def test_a_server_is_told_no_id_of_another() -> None:
+    """Of each server the first place asked; a stranger is asked in a process of its own."""
+    ids = [
+        Caller(ConversationPool(key=KEY), Place("agent", server)).ask([], "q")[0].id
+        for server in ("http://127.0.0.1:30000/v1", "https://stranger.example/v1")
+    ]
+    assert len(set(ids)) == 2
+
+
+def test_no_thread_id_gives_the_id_of_another_threads_place() -> None:
     pool = ConversationPool(key=KEY)
-    Caller(pool, EXPERT).ask([], "within")
-    conversation, _ = Caller(pool).ask([], "outside")
-    assert conversation.id == Conversation.for_thread(KEY, "t").id
+    victim, other = Place("agent", "http://s"), Place("other", "http://s")
+    ids = {Caller(pool, place, "victim").ask([], "q")[0].id for place in (victim, other)}
+    for thread_id in (
+        '["victim","other","http://s",0]',
+        '["victim", "other", "http://s", 0]',
+        '["leyline-pool", "victim", "agent", "http://s", 0]',
+    ):
+        ids.add(pool.of_thread(thread_id).id)
+        ids.add(Caller(pool, victim, thread_id).ask([], "q")[0].id)
+        ids.add(Conversation.for_thread(KEY, thread_id).id)
+    assert len(ids) == 2 + 3 * 3
+
+
+def _ask_anonymous(pool: ConversationPool, history: History, answer: str) -> tuple[Conversation, History]:
+    conversation = pool.of_messages(history)
+    message = {"role": "assistant", "content": answer}
+    conversation.commit(conversation.prepare({"messages": history}), message, expects_outcome=False)
+    pool.keep(conversation)
+    return conversation, [*history, message]
+
+
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def test_without_a_thread_id_messages_find_what_they_go_on_from(pool: ConversationPool) -> None:
+    opening = [_user("q"), {"role": "assistant", "content": "a"}]
+    histories: list[History] = [[*opening, _user(f"{idx}")] for idx in range(3)]
+    grown = [_ask_anonymous(pool, history, f"answer {idx}") for idx, history in enumerate(histories)]
+    for conversation, history in grown:
+        assert pool.of_messages([*history, _user("next")]) is conversation
+        # Another answer, a message before it changed, and no answer.
+        for other in ([*history[:-1], {"role": "assistant", "content": "b"}], [_user("p"), *history[1:]], history[:-1]):
+            assert pool.of_messages(other) not in [one for one, _ in grown]
+    # It is found where it stands now, and there alone.
+    conversation, longer = _ask_anonymous(pool, [*grown[0][1], _user("next")], "more")
+    assert conversation is grown[0][0]
+    assert pool.of_messages([*longer, _user("?")]) is conversation
+    assert pool.of_messages([*grown[0][1], _user("another")]) is not conversation
+
+
+@pytest.mark.parametrize(("num_gone", "is_found"), [(1, True), (3, True), (4, False)])
+def test_without_a_thread_id_reminders_before_the_answer_may_be_gone(
+    pool: ConversationPool, num_gone: int, is_found: bool
+) -> None:
+    kept: History = [_user("q")]
+    conversation, history = _ask_anonymous(pool, [*kept, *(_user(f"clock {idx}") for idx in range(num_gone))], "a")
+    assert (pool.of_messages([*kept, history[-1], _user("next")]) is conversation) is is_found
+
+
+def test_without_a_thread_id_the_last_used_stay() -> None:
+    pool = ConversationPool(max_conversations=2)
+    grown = [_ask_anonymous(pool, [_user(f"{idx}")], "a") for idx in range(3)]
+    assert [pool.of_messages([*history, _user("n")]) is one for one, history in grown] == [False, True, True]
+    # What is forgotten is not held by the index either.
+    assert len(pool._anonymous._kept) == len(pool._anonymous._at) == 2
+
+
+def test_without_a_thread_id_each_message_is_digested_once(
+    pool: ConversationPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opening = [_user(f"m{idx}") for idx in range(20)]
+    for idx in range(10):
+        _ask_anonymous(pool, [*opening, _user(f"{idx}")], "a")
+    digest, digested = Message.digest, []
+    monkeypatch.setattr(Message, "digest", lambda message: digested.append(message) or digest(message))
+    pool.of_messages([*opening, _user("new")])
+    assert len(digested) == len(opening) + 1

@@ -92,13 +92,14 @@ def test_what_is_no_model_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "server"),
     [
-        ({"base_url": "http://127.0.0.1:30000/v1"}, "http://127.0.0.1:30000"),
-        ({"base_url": "https://gateway.example/models/v1"}, "https://gateway.example"),
+        ({"base_url": "http://127.0.0.1:30000/v1"}, "http://127.0.0.1:30000/v1"),
+        ({"base_url": "https://gateway.example/models/v1"}, "https://gateway.example/models/v1"),
+        ({"base_url": "https://me:secret@gateway.example/v1?k=1"}, "https://gateway.example/v1"),
         ({}, None),
         ({"base_url": "https://eu.api.openai.com/v1"}, None),
-        ({"base_url": "https://notopenai.com/v1"}, "https://notopenai.com"),
+        ({"base_url": "https://notopenai.com/v1"}, "https://notopenai.com/v1"),
     ],
-    ids=["sglang", "gateway", "default", "OpenAI's", "not OpenAI's"],
+    ids=["sglang", "gateway", "credentials", "default", "OpenAI's", "not OpenAI's"],
 )
 def test_openais_own_servers_get_no_note(
     options: dict[str, Any], server: str | None, monkeypatch: pytest.MonkeyPatch
@@ -132,7 +133,7 @@ def test_the_responses_api_gets_no_note(make_model: Make, options: dict[str, Any
     request = ChatRequest(model, HISTORY, settings)
     assert request.server(request.body([])) is None
     plain = ChatRequest(make_model(), HISTORY, {})
-    assert plain.server(plain.body([])) == "http://server"
+    assert plain.server(plain.body([])) == "http://server/v1"
 
 
 async def test_calls_at_once_hear_each_its_own_answer() -> None:

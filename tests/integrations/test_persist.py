@@ -10,11 +10,13 @@ from langchain.agents import create_agent
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, RemoveMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.graph.message import add_messages
 
 from leyline_agent import Conversation, Policy
 from leyline_agent.integrations.langchain import LeylineMiddleware
 from leyline_agent.integrations.langchain_messages import to_openai
+from leyline_agent.integrations.langgraph import with_leyline
 from leyline_agent.integrations.persist import persist_edits
 from leyline_agent.policy import parse_policy
 
@@ -183,3 +185,32 @@ async def test_middleware_writes_the_state_and_the_notes_chain(
     assert contents == ["[gone]", "[gone]"]
     assert [note.get("mode", "amortize") for note in server.notes] == ["amortize"] * 4
     assert [note.get("base") for note in server.notes] == [None, *(note["turn"] for note in server.notes[:-1])]
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["in steps", "at once"])
+@pytest.mark.parametrize("other", ["trims", "persists"])
+def test_no_other_node_of_the_same_step_may_remove_what_is_kept_edited(
+    make_model: Make, at_once: bool, other: str
+) -> None:
+    """LangGraph merges the updates of a step one after the other, and refuses to remove what is gone."""
+    model = with_leyline(make_model(), parse_policy(_rule("drop: true", "role: tool, older_than: {turns: 0}")))
+
+    def persists(state: MessagesState) -> dict[str, Any]:
+        return {"messages": model.update(state["messages"])}
+
+    def trims(state: MessagesState) -> dict[str, Any]:
+        return {"messages": [RemoveMessage(id=message.id) for message in state["messages"] if message.id == "tool 0.0"]}
+
+    graph = StateGraph(MessagesState)
+    graph.add_node("first", persists)
+    graph.add_node("second", trims if other == "trims" else persists)
+    graph.add_edge(START, "first")
+    graph.add_edge(START if at_once else "first", "second")
+    history = [HumanMessage("Go.", id="go"), *_turn(0), AIMessage("so", id="so"), HumanMessage("And?", id="and")]
+    asked: Any = {"messages": history}
+    if at_once:
+        with pytest.raises(ValueError, match="ID that doesn't exist"):
+            graph.compile().invoke(asked)
+    else:
+        kept = [message.id for message in graph.compile().invoke(asked)["messages"]]
+        assert kept[:3] == ["go", "so", "and"]
