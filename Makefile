@@ -3,6 +3,8 @@ PYTHON ?= python3.11
 PYTHON312 ?=
 PORT ?= 30000
 N ?=
+QUICK ?=
+CONFIG ?=
 MODEL ?=
 TRAJECTORY ?=
 
@@ -13,12 +15,12 @@ PIP := $(BIN)/pip --disable-pip-version-check -qq install --no-warn-conflicts --
 export SGLANG_USE_CPU_ENGINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env debug-gym model serve demo record test check fuzz bench fmt clean
+.PHONY: help env debug-gym eval-debug-gym model serve demo record test check fuzz bench fmt clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 19
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 23
 	@echo
-	@echo "  Variables: PYTHON=python3.11 PYTHON312=python3.12 PORT=30000 MODEL=DIR TRAJECTORY=FILE N=8 STEPS=100000 SEED=1 LEYLINE_CACHE=~/.cache/leyline"
+	@echo "  Variables: PYTHON=python3.11 PYTHON312=python3.12 PORT=30000 MODEL=DIR TRAJECTORY=FILE N=8 QUICK=1 CONFIG=FILE STEPS=100000 SEED=1 LEYLINE_CACHE=~/.cache/leyline"
 
 env: $(VENV)/.installed ## create .venv with SGLang for the CPU and everything else (about 2 minutes, 2.4 GB)
 
@@ -46,7 +48,7 @@ GYM := .venv-debug-gym
 GYM_PYTHON = $(shell for python in $(PYTHON312) python3.12 $(HOME)/.pyenv/versions/3.12*/bin/python3.12; do \
   "$$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && echo "$$python" && break; done)
 
-debug-gym: $(GYM)/.installed ## create .venv-debug-gym, in which a test runs debug-gym's client (20 s, 150 MB)
+debug-gym: $(GYM)/.installed ## create .venv-debug-gym, with debug-gym on a Python 3.12 (20 s, 240 MB)
 
 $(GYM)/.installed: evals/debug_gym_env/requirements.txt
 	@python="$(GYM_PYTHON)"; if [ -z "$$python" ]; then \
@@ -55,6 +57,14 @@ $(GYM)/.installed: evals/debug_gym_env/requirements.txt
 	echo "debug-gym: creating $(GYM) with $$python"; "$$python" -m venv --clear $(GYM)
 	@$(GYM)/bin/pip --disable-pip-version-check -qq install --no-deps --requirement $<
 	@touch $@
+
+# Its errors (1) do not keep the report from being written.
+EVAL_CONFIG = $(or $(CONFIG),debug_gym_$(if $(QUICK),quick,full))
+EVAL_OUT = build/solve_rate/$(basename $(notdir $(EVAL_CONFIG)))
+
+eval-debug-gym: env debug-gym ## run a scripted agent in debug-gym, in all arms, and report: make eval-debug-gym [QUICK=1] [CONFIG=FILE]
+	@$(BIN)/python -m evals.solve_rate.cli run "$(EVAL_CONFIG)" --out "$(EVAL_OUT)" $(if $(QUICK),--fresh) || [ $$? -eq 1 ]
+	@$(BIN)/python -m evals.solve_rate.cli report "$(EVAL_OUT)" --html "$(EVAL_OUT)/report.html"
 
 model: env ## generate the test model into the cache folder, if absent
 	@$(BIN)/python -m evals.models.random_mla

@@ -1,6 +1,6 @@
-"""Start and stop a real SGLang server on this machine's CPU.
+"""Start and stop a real SGLang server on this machine, on its CPU unless told otherwise.
 
-For tests, replays and `make serve`. Knows SGLang's command line and its CPU switches; knows nothing of notes or
+For tests, replays, runs and `make serve`. Knows SGLang's command line and its CPU switches; knows nothing of notes or
 splices. Run as `python -m evals.serving`, it serves the test model until interrupted.
 """
 
@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import httpx
 
@@ -92,8 +92,9 @@ class RunningServer:
 
 @contextmanager
 def serve(
-    model_dir: Path,
+    model_dir: Path | str,
     *,
+    device: Literal["cpu", "cuda"] = "cpu",
     port: int | None = None,
     plugin: bool = True,
     env: Mapping[str, str] | None = None,
@@ -103,12 +104,13 @@ def serve(
     log_path: Path | None = None,
     ready_timeout_s: float = 180,
 ) -> Iterator[RunningServer]:
-    """Serve the model in `model_dir` on loopback, for as long as the context lasts.
+    """Serve a model on loopback, for as long as the context lasts.
 
     The whole process group is gone afterwards, whatever happened; were this process killed, the server ends too.
 
     Args:
-        model_dir: a folder with configuration, tokenizer and weights.
+        model_dir: a folder with configuration, tokenizer and weights, or for a GPU any name that SGLang can load.
+        device: on `cuda` SGLang chooses what the CPU is told: backend, dtype, size of the pool, parsers.
         port: by default a free one.
         plugin: False leaves out all SGLang plugins but the CPU's own: the server as published.
         env: variables on top of this process's and ours.
@@ -130,8 +132,8 @@ def serve(
         log_path = Path(name)
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            _command(model_dir, port, [*extra_args, *_key_args(api_key, admin_api_key)]),
-            env=_environment(plugin, env or {}),
+            _command(model_dir, port, device, [*extra_args, *_key_args(api_key, admin_api_key)]),
+            env=_environment(plugin, device, env or {}),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -146,21 +148,21 @@ def serve(
         log_path.unlink(missing_ok=True)
 
 
-def _command(model_dir: Path, port: int, extra_args: Sequence[str]) -> list[str]:
-    options = {
-        "--model-path": str(model_dir),
-        "--served-model-name": SERVED_MODEL_NAME,
-        "--host": "127.0.0.1",
-        "--port": str(port),
-        "--device": "cpu",
-        "--attention-backend": "torch_native",
-        "--dtype": "float32",
-        "--max-total-tokens": str(POOL_TOKENS),
-        # The form in which the test model's chat template writes calls.
-        "--tool-call-parser": "qwen",
-    }
-    # An idle scheduler spins on a core otherwise, and the tests keep two servers on two cores.
-    flags = ["--enable-cache-report", "--enable-metrics", "--sleep-on-idle"]
+def _command(model_dir: Path | str, port: int, device: str, extra_args: Sequence[str]) -> list[str]:
+    options = {"--model-path": str(model_dir), "--host": "127.0.0.1", "--port": str(port)}
+    flags = ["--enable-cache-report", "--enable-metrics"]
+    if device == "cpu":
+        options |= {
+            "--served-model-name": SERVED_MODEL_NAME,
+            "--device": "cpu",
+            "--attention-backend": "torch_native",
+            "--dtype": "float32",
+            "--max-total-tokens": str(POOL_TOKENS),
+            # The form in which the test model's chat template writes calls.
+            "--tool-call-parser": "qwen",
+        }
+        # An idle scheduler spins on a core otherwise, and the tests keep two servers on two cores.
+        flags.append("--sleep-on-idle")
     pairs = [part for option in options.items() for part in option]
     return [sys.executable, "-c", _LAUNCH, str(os.getpid()), *pairs, *flags, *extra_args]
 
@@ -170,8 +172,10 @@ def _key_args(api_key: str | None, admin_api_key: str | None) -> list[str]:
     return [part for option, key in keys.items() if key for part in (option, key)]
 
 
-def _environment(plugin: bool, env: Mapping[str, str]) -> dict[str, str]:
-    environment = {**os.environ, **_ENVIRONMENT}
+def _environment(plugin: bool, device: str, env: Mapping[str, str]) -> dict[str, str]:
+    environment = {**os.environ, **_ENVIRONMENT} if device == "cpu" else dict(os.environ)
+    if device != "cpu":
+        environment.pop("SGLANG_USE_CPU_ENGINE", None)
     environment.pop("SGLANG_PLUGINS", None)
     if not plugin:
         environment["SGLANG_PLUGINS"] = "leyline_cpu"

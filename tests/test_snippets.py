@@ -4,7 +4,7 @@
 |---|---|
 | `python` | run; the blocks of a page in order, in one namespace, in a folder of their own. What a page takes as |
 |          | given is in `_GIVEN`. A page that names a server's address runs with a real one (marker `sglang`). |
-| `yaml` | loaded as a policy, or as the part of one that it is |
+| `yaml` | loaded as a policy, or as the part of one that it is; with a `suite`, as the config of a run |
 | `json` | parsed |
 | `sh` | `bash -n`; each command of ours through its parser; other programs must be known, see `_PROGRAMS` |
 | `console` | the same with the lines after `$ `; the rest is output |
@@ -36,13 +36,19 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from evals.serving import RunningServer
+from evals.solve_rate.cli import make_parser as make_eval_parser
+from evals.solve_rate.config import parse_config
 from leyline_agent.cli.command import make_parser
 from leyline_agent.policy import parse_policy
 
 _ROOT = Path(__file__).resolve().parents[1]
-_PAGES = [_ROOT / "README.md", _ROOT / "CONTRIBUTING.md", *sorted((_ROOT / "docs").rglob("*.md"))]
+_PAGES = [
+    *(_ROOT / page for page in ("README.md", "CONTRIBUTING.md", "evals/README.md")),
+    *sorted((_ROOT / "docs").rglob("*.md")),
+]
 _FENCE = re.compile(
     r"^(?:<!-- *(?P<word>file|not run): *(?P<value>.+?) *-->\n+)?"
     r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<text>.*?)^(?P=indent)```$",
@@ -140,15 +146,18 @@ def test_a_block_says_what_it_is(block: Block) -> None:
         f"{block.place}: got a block that begins with '```{block.info}', expected one of {', '.join(_KINDS)}; "
         "see the head of tests/test_snippets.py for what each is checked for, and for how to say that one is not"
     )
-    commands = re.compile(r"\$ |leyline [a-z]+ |(python3?|pip|make|curl) ")
+    commands = re.compile(r"\$ |leyline(-eval)? [a-z]+ |(python3?|pip|make|curl) ")
     if block.info == "text" and block.word != "not run":
         found = [line for line in block.text.splitlines() if commands.match(line)]
         assert not found, f"{block.place}: {found[0]!r} looks like a command: call the block 'sh' or 'console'"
 
 
 @pytest.mark.parametrize("block", _of("yaml"))
-def test_yaml_is_a_policy(block: Block) -> None:
+def test_yaml_is_a_policy_or_a_config(block: Block) -> None:
     text = block.text
+    if "suite:" in text:
+        parse_config(yaml.safe_load(text), where=block.place)
+        return
     if all(line.startswith("#") for line in text.splitlines() if line):
         return
     if text.startswith("select:"):
@@ -201,14 +210,14 @@ def _simple_commands(script: str) -> Iterator[list[str]]:
 def _check_command(words: list[str], place: str) -> None:
     program, *arguments = words
     program = program.removeprefix(".venv/bin/")
-    if program == "leyline":
+    if program in ("leyline", "leyline-eval"):
         try:
-            make_parser().parse_args(arguments)
+            {"leyline": make_parser, "leyline-eval": make_eval_parser}[program]().parse_args(arguments)
         except SystemExit as error:
             if error.code:
                 pytest.fail(f"{place}: `{shlex.join(words)}` is refused; see the captured stderr")
     elif program == "make":
-        targets = re.findall(r"^([a-z]+):", (_ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        targets = re.findall(r"^([a-z-]+):", (_ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
         asked = [word for word in arguments if "=" not in word]
         assert set(asked) <= set(targets), f"{place}: the Makefile has no target {set(asked) - set(targets)}"
     elif program == "python" and arguments[:1] == ["-m"]:

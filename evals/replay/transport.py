@@ -27,6 +27,7 @@ class ChatExchange:
     """As the server reports them; what a splice itself prefilled is among them."""
     outcome: Outcome | None
     http_ms: float
+    completion_tokens: int = 0
 
 
 class RecordingTransport(httpx.BaseTransport):
@@ -94,4 +95,5 @@ def _exchange(body: dict[str, Any], response: httpx.Response, http_ms: float) ->
         cached_tokens=details.get("cached_tokens") or 0,
         outcome=Outcome.model_validate_json(header) if header else None,
         http_ms=http_ms,
+        completion_tokens=usage.get("completion_tokens") or 0,
     )
