@@ -371,6 +371,14 @@ def server() -> Iterator[str]:
         thread.join()
 
 
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+def test_health_takes_a_clients_base_url(end: str, server: str) -> None:
+    _Server.replies.update(body=b'{"supported": true}')
+
+    assert main(["health", server + end]) == 0
+    assert _Server.seen == [("/leyline/capabilities", None)]
+
+
 def test_health_says_what_a_server_installed(server: str, capsys: pytest.CaptureFixture[str]) -> None:
     body = {"supported": True, "version": "0.1.0", "sglang": "0.5.23", "installed": ["the note"], "conversations": 3}
     _Server.replies.update(body=json.dumps(body).encode())

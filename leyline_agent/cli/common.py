@@ -19,14 +19,14 @@ def api_key(args: argparse.Namespace) -> str | None:
 
 
 def check_url(url: str) -> str:
-    """Return a URL without the slash at its end.
+    """Return a server's root, whether or not its URL ends with a slash or `/v1`.
 
     Raises:
         UnusableError: it does not begin with http:// or https://.
     """
     if not url.startswith(("http://", "https://")):
         raise UnusableError(f"{url}: expected a URL such as http://127.0.0.1:30000; it begins with http:// or https://")
-    return url.rstrip("/")
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def print_json(value: object) -> None:

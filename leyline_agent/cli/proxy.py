@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from leyline_agent.cli.common import UnusableError, api_key, print_json
+from leyline_agent.cli.common import UnusableError, api_key, check_url, print_json
 from leyline_agent.errors import LeylineError, PolicyError
 from leyline_agent.policy import load_policy
 
@@ -61,7 +61,7 @@ def stats(args: argparse.Namespace) -> int:
     """Ask a proxy what it did."""
     import httpx
 
-    url = f"{args.url.rstrip('/').removesuffix('/v1')}/leyline/proxy/stats"
+    url = f"{check_url(args.url)}/leyline/proxy/stats"
     key = api_key(args)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
@@ -96,7 +96,11 @@ def _print_stats(answer: dict[str, Any], show_all: bool) -> None:
     print(_row("all", answer["totals"], ""))
     if forgotten := answer["forgotten_conversations"]:
         print(f"with {forgotten:,} conversations that are remembered no more")
-    for key, words in (("unedited", "went through unedited"), ("failures", "not answered by the upstream")):
+    for key, words in (
+        ("unedited", "went through unedited"),
+        ("without_note", "went without a note"),
+        ("failures", "not answered by the upstream"),
+    ):
         for reason, count in sorted(answer[key].items()):
             print(f"{words}: {count:,} ({reason})")
     if answer["unread_answers"]:

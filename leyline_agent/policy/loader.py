@@ -117,6 +117,8 @@ def _find(path_or_name: str | os.PathLike[str]) -> Path:
     if path.is_dir():
         raise PolicyError(f"is a folder, expected a YAML file in it{_shipped_hint()}", file=str(path))
     if not path.exists():
+        if not is_name:
+            raise PolicyError(f"no such file{_shipped_hint()}", file=os.fspath(path_or_name))
         near = difflib.get_close_matches(path.stem, shipped_policies(), n=1)
         meant = f"; did you mean {near[0]!r}?" if near else ""
         raise PolicyError(f"no such file or shipped policy{meant}{_shipped_hint()}", file=os.fspath(path_or_name))

@@ -120,7 +120,7 @@ class Proxy:
         about = {
             "policy": self._settings.policy_name,
             "upstream": self.upstream.root,
-            "notes": self.chat.notes,
+            "notes": self.chat.notes.state,
         }
         return JSONResponse({**about, **self.stats.as_json(self.turns.recogniser.remembered())})
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from contextlib import suppress
+from weakref import WeakValueDictionary
 
 from starlette.types import Receive, Scope, Send
 
-from leyline_agent.core.protocol import CONVERSATION_HEADER
+from leyline_agent.core.protocol import CONVERSATION_HEADER, OUTCOME_HEADER
 from leyline_agent.proxy.along import AnswerReader
+from leyline_agent.proxy.notes import RETRY_S, Notes
 from leyline_agent.proxy.relay import relay, send_whole, while_connected
 from leyline_agent.proxy.stats import Stats
 from leyline_agent.proxy.turns import Turn, Turns, UneditedError
@@ -24,7 +25,6 @@ from leyline_agent.proxy.upstream import (
     without_headers,
 )
 
-_T = TypeVar("_T")
 _CREDENTIALS = (b"authorization", b"api-key", b"x-api-key")
 # A shorter request is read and edited within a millisecond or two, about what a thread costs beside the event loop.
 _INLINE_BYTES = 16 << 10
@@ -44,52 +44,45 @@ class Chat:
     def __init__(self, turns: Turns, upstream: Upstream, stats: Stats) -> None:
         self._turns, self._upstream, self._stats = turns, upstream, stats
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="leyline-edit")
-        self._takes_notes: bool | None = None
-        """None until the upstream has answered a note."""
-        self._knows_notes: bool | None = None
-        """Whether its last answer to a note had an outcome."""
-
-    @property
-    def notes(self) -> str:
-        """What the upstream does with notes."""
-        if self._takes_notes is None:
-            return "not seen yet"
-        if not self._takes_notes:
-            return "refused"
-        return "answered" if self._knows_notes else "ignored"
+        self._free_threads = asyncio.Semaphore(_NUM_THREADS)
+        # By API key: its long requests are edited one after another, so that those of others find a free thread.
+        self._editing: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
+        self.notes = Notes()
 
     def close(self) -> None:
         """End the threads."""
         self._threads.shutdown(wait=False)
 
     async def answer(self, scope: Scope, receive: Receive, send: Send, path: str, raw: bytes) -> None:
-        """Answer one request.
+        """Answer one request, unless its client leaves.
 
         Raises:
             UpstreamError: nothing, or not all, was answered.
         """
         self._stats.requests += 1
+        await while_connected(receive, self._answer(scope, send, path, raw))
+
+    async def _answer(self, scope: Scope, send: Send, path: str, raw: bytes) -> None:
         headers = end_to_end(scope["headers"])
         given = dict(headers)
-        name = given.get(CONVERSATION_HEADER.encode(), b"").strip() or None
-        headers = without_headers(headers, CONVERSATION_HEADER.encode())
+        name = dict(scope["headers"]).get(CONVERSATION_HEADER.encode(), b"").strip() or None
         credentials = tuple(given.get(header, b"") for header in _CREDENTIALS)
         try:
             if b"content-encoding" in given:
                 raise UneditedError("encoded")
-            turn = await self._in_thread(len(raw), lambda: self._turns.begin(raw, credentials, name))
+            turn = await self._begin(raw, credentials, name)
         except UneditedError as unedited:
             reason = unedited.reason
             self._stats.add_unedited(
                 reason, "a chat request goes through unedited (%s); further ones are counted, see docs/proxy.md", reason
             )
-            await while_connected(receive, self._pass_on(path, headers, raw, send, reason))
+            await self._pass_on(path, headers, raw, send, reason)
             return
         # So that the answer can be read along.
         headers = [*without_headers(headers, b"accept-encoding"), (b"accept-encoding", b"identity")]
         headers = with_headers(headers, turn.prepared.headers)
         try:
-            await while_connected(receive, self._take_turn(turn, path, headers, send))
+            await self._take_turn(turn, path, headers, send)
         finally:
             self._turns.abandon(turn)
 
@@ -98,7 +91,9 @@ class Chat:
             await relay(response, send, more_headers=unedited_header(reason))
 
     async def _take_turn(self, turn: Turn, path: str, headers: Headers, send: Send) -> None:
-        if not turn.has_note or self._takes_notes is False:
+        if not turn.has_note or not self.notes.are_sent:
+            if turn.has_note:
+                self._stats.without_note[self.notes.state] += 1
             async with self._upstream.send("POST", path, headers, turn.plain_body) as response:
                 await self._relay(turn, response, send, note_was_sent=False)
             return
@@ -108,8 +103,10 @@ class Chat:
                 return
             refusal = response
             body = await response.read()
-        # An upstream that has answered a note before, and does not speak of it now, means something else.
-        if self._takes_notes and b"custom_params" not in body:
+        has_outcome = refusal.header(OUTCOME_HEADER) is not None
+        if has_outcome:
+            self.notes.add_taken(has_outcome=True)
+        if has_outcome or not self.notes.may_be_refused(body):
             self._turns.abandon(turn)
             await send_whole(send, refusal.status, refusal.headers, body)
             return
@@ -124,12 +121,14 @@ class Chat:
             async with self._upstream.send("POST", path, headers, turn.plain_body) as response:
                 has_started = True
                 if response.status < 400:
-                    self._takes_notes = False
+                    self._stats.without_note["refused"] += 1
+                if response.status < 400 and self.notes.add_refused():
                     self._stats.tell_once(
                         "notes refused",
                         "the upstream refuses the field custom_params (it answered %d): the policy alone is applied, "
-                        "and no note is sent any more until the proxy is started again",
+                        "and no note is sent for %.0f minutes, then one to see whether that has changed",
                         refusal.status,
+                        RETRY_S / 60,
                     )
                 await self._relay(turn, response, send, note_was_sent=False)
         except UpstreamError:
@@ -149,19 +148,31 @@ class Chat:
 
         def commit(reader: AnswerReader) -> None:
             reply = reader.reply()
-            if note_was_sent:
-                self._takes_notes = True
+            has_outcome = None if reply is None else reply.outcome is not None
+            if note_was_sent and self.notes.add_taken(has_outcome=has_outcome):
+                words = "the upstream ignores notes: none is sent for %.0f minutes, then a few again"
+                self._stats.tell_once("notes ignored", words, RETRY_S / 60)
             if reply is None:
                 self._stats.unread_answers += 1
                 self._turns.abandon(turn)
                 return
-            if note_was_sent:
-                self._knows_notes = reply.outcome is not None
             self._turns.commit(turn, reply, note_was_sent=note_was_sent)
 
         await relay(response, send, more_headers=[], reader=reader, on_whole=commit)
 
-    async def _in_thread(self, num_bytes: int, call: Callable[[], _T]) -> _T:
-        if num_bytes <= _INLINE_BYTES:
-            return call()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+    async def _begin(self, raw: bytes, credentials: tuple[bytes, ...], name: bytes | None) -> Turn:
+        """Read and edit a request: a long one in a thread, one at a time of an API key."""
+        if len(raw) <= _INLINE_BYTES:
+            return self._turns.begin(raw, credentials, name)
+        scope = self._turns.recogniser.scope(credentials)
+        async with self._editing.setdefault(scope, asyncio.Lock()), self._free_threads:
+            # Lets a client that has left be noticed before any work is done for it.
+            await asyncio.sleep(0)
+            job = asyncio.get_running_loop().run_in_executor(self._threads, self._turns.begin, raw, credentials, name)
+            try:
+                return await asyncio.shield(job)
+            except asyncio.CancelledError:
+                # A thread cannot be stopped: the client has left, and the next one waits for its end all the same.
+                with suppress(UneditedError):
+                    self._turns.abandon(await job)
+                raise

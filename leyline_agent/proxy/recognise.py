@@ -40,13 +40,23 @@ class Known:
     """Digests of the prompts that its last answer may follow."""
 
 
+@dataclass(slots=True)
+class _Tenant:
+    """What is remembered of one API key."""
+
+    known: OrderedDict[str, Known] = field(default_factory=OrderedDict)
+    """The last used last."""
+    size_bytes: int = 0
+
+
 class Recogniser:
     """Finds conversations. Any number of threads may use it.
 
     Args:
         key: ids are HMACs under it.
         make: makes a conversation from an id and whether the server may know that id already.
-        max_conversations: remembered; the least recently used goes first.
+        max_conversations: remembered; the least recently used goes first, and of an API key that has more than half
+            of the room its own before any other's.
         max_bytes: the same for the sum of their last requests' sizes.
         on_dropped: is told of each that is forgotten.
     """
@@ -66,6 +76,7 @@ class Recogniser:
         self._lock = threading.Lock()
         self._known: OrderedDict[str, Known] = OrderedDict()
         self._size_bytes = 0
+        self._tenants: dict[bytes, _Tenant] = {}
         # Those with a name that have a request under way: its first two may come at once.
         self._named: WeakValueDictionary[str, Known] = WeakValueDictionary()
         # By the digest of a prompt, then by what the answer said: those that an answered turn left there.
@@ -111,14 +122,14 @@ class Recogniser:
         with self._lock:
             self._unlist(known)
             known.answer, known.points, known.last_used = AnswerDigest.of(answer), points, time.monotonic()
-            if known.conversation.id in self._known:
-                self._size_bytes -= known.size_bytes
-            self._size_bytes += size_bytes
+            self._forget(known)
             known.size_bytes = size_bytes
-            self._known[known.conversation.id] = known
-            self._known.move_to_end(known.conversation.id)
+            tenant = self._tenants.setdefault(known.scope, _Tenant())
+            self._known[known.conversation.id] = tenant.known[known.conversation.id] = known
+            self._size_bytes += size_bytes
+            tenant.size_bytes += size_bytes
             self._list(known)
-            dropped = list(self._trim())
+            dropped = list(self._trim(tenant))
         for gone in dropped:
             self._on_dropped(gone)
 
@@ -158,14 +169,28 @@ class Recogniser:
             if not answers:
                 self._waiting.pop(point, None)
 
-    def _trim(self) -> Iterator[Known]:
+    def _trim(self, tenant: _Tenant) -> Iterator[Known]:
+        """Make room for what a tenant has had remembered now."""
         while len(self._known) > self._max_conversations or (
             self._size_bytes > self._max_bytes and len(self._known) > 1
         ):
-            _, known = self._known.popitem(last=False)
-            self._size_bytes -= known.size_bytes
+            has_much = (
+                len(tenant.known) > self._max_conversations // 2 or tenant.size_bytes > self._max_bytes // 2
+            ) and len(tenant.known) > 1
+            known = next(iter((tenant.known if has_much else self._known).values()))
             self._unlist(known)
+            self._forget(known)
             yield known
+
+    def _forget(self, known: Known) -> None:
+        if self._known.pop(known.conversation.id, None) is None:
+            return
+        tenant = self._tenants[known.scope]
+        del tenant.known[known.conversation.id]
+        self._size_bytes -= known.size_bytes
+        tenant.size_bytes -= known.size_bytes
+        if not tenant.known:
+            del self._tenants[known.scope]
 
     def _hmac(self, *parts: bytes) -> bytes:
         # Each part with its length, so that no two lists of parts are one string.

@@ -17,6 +17,7 @@ try:
     import uvicorn
 
     from leyline_agent.proxy.app import make_app
+    from leyline_agent.proxy.headers import LimitedHeadersProtocol
 except ImportError as error:
     raise ImportError(
         f"the proxy needs more than is installed ({error}): pip install 'leyline-agent[proxy]'"
@@ -81,6 +82,7 @@ def make_server(settings: ProxySettings) -> uvicorn.Server:
         server_header=False,
         date_header=False,
         proxy_headers=False,
+        http=LimitedHeadersProtocol,
         ws="none",
         lifespan="on",
         backlog=_BACKLOG,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from leyline_agent.policy.schema import Policy
 
@@ -31,7 +32,7 @@ class ProxySettings:
     max_conversations: int = 1024
     """Remembered; the least recently used goes first and starts anew, which costs a re-prefill."""
     max_remembered_bytes: int = 512 << 20
-    """The same for the sum of their last requests' bodies."""
+    """The same for the sum of their last requests' bodies and 1 KiB a message."""
     max_body_bytes: int = 64 << 20
     """Of one request; a longer one is answered 413."""
     timeout_s: float = 600.0
@@ -45,10 +46,19 @@ class ProxySettings:
     def __post_init__(self) -> None:
         if not self.upstream.startswith(("http://", "https://")):
             raise ValueError(f"upstream: got {self.upstream!r}, expected a URL such as http://127.0.0.1:30000")
-        if "@" in self.upstream or "?" in self.upstream:
+        if {"@", "?", "#"} & set(self.upstream):
             raise ValueError(
                 "upstream: expected a URL without a user, a password or a query; keys are the clients' own"
             )
+        if not _has_host(self.upstream):
+            raise ValueError(f"upstream: got {self.upstream!r}, expected a host too: http://127.0.0.1:30000")
+        if self.upstream.rstrip("/").endswith("/completions"):
+            raise ValueError(
+                f"upstream: got {self.upstream!r}, expected the server's root, with or without /v1: the proxy adds the "
+                "rest"
+            )
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port: got {self.port}, expected 0 to 65535")
         if len(self.key) < _MIN_KEY_BYTES:
             raise ValueError(
                 f"the proxy's key has {len(self.key)} bytes, expected {_MIN_KEY_BYTES} random ones or more: who can "
@@ -62,3 +72,12 @@ class ProxySettings:
     def is_public(self) -> bool:
         """Whether others than this machine may reach it."""
         return self.host not in _LOOPBACK
+
+
+def _has_host(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        # Reading it checks the port.
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False

@@ -56,6 +56,8 @@ class Stats:
         """Answers that came and were not understood; the client has them all the same."""
         self.failures: Counter[str] = Counter()
         """What became of the upstream, where it gave no whole answer."""
+        self.without_note: Counter[str] = Counter()
+        """Turns that went without their note, by what the upstream does with notes."""
         self._unedited: Counter[str] = Counter()
         self._dropped = added_up(())
         self._num_dropped = 0
@@ -90,6 +92,7 @@ class Stats:
                 "requests": self.requests,
                 "unedited": dict(self._unedited),
                 "failures": dict(self.failures),
+                "without_note": dict(self.without_note),
                 "unread_answers": self.unread_answers,
                 "forgotten_conversations": self._num_dropped,
                 "totals": added_up((self._dropped, *conversations)),

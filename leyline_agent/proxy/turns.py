@@ -22,6 +22,11 @@ from leyline_agent.proxy.recognise import Known, Recogniser
 from leyline_agent.proxy.settings import ProxySettings
 from leyline_agent.proxy.stats import Stats
 
+# An agent has some hundred; what a request costs grows with their number.
+_MAX_MESSAGES = 10_000
+# What is remembered of a message whatever its length: digests, and where it stands.
+_MESSAGE_BYTES = 1 << 10
+
 
 class UneditedError(Exception):
     """A request that is sent on as it came; `reason` is for logs and counts."""
@@ -117,7 +122,8 @@ class Turns:
                 turn.prepared, answer.raw, reply.outcome, reply.usage, expects_outcome=note_was_sent
             )
             roles = [message["role"] for message in turn.request["messages"]]
-            self.recogniser.keep(turn.known, turn.prepared.prompt, roles, answer, len(turn.raw))
+            size_bytes = len(turn.raw) + _MESSAGE_BYTES * len(roles)
+            self.recogniser.keep(turn.known, turn.prepared.prompt, roles, answer, size_bytes)
         except Exception as error:
             # The client gets its answer whatever we make of it.
             self._stats.unread_answers += 1
@@ -174,6 +180,8 @@ def _read(raw: bytes) -> tuple[dict[str, Any], list[Message]]:
     messages = request.get("messages")
     if not isinstance(messages, list) or not messages:
         raise UneditedError("no_messages")
+    if len(messages) > _MAX_MESSAGES:
+        raise UneditedError("too_many_messages")
     if not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages):
         raise UneditedError("unreadable_messages")
     if request.get("input_ids") is not None:

@@ -10,6 +10,7 @@ import io
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 
+from leyline_agent.core.protocol import CONVERSATION_HEADER
 from leyline_agent.errors import SpliceTransportError
 from leyline_agent.tokenizers import server_root
 
@@ -28,7 +29,8 @@ _HOP_BY_HOP = frozenset(
         *(b"te", b"trailer", b"trailers", b"transfer-encoding", b"upgrade"),
     )
 )
-_NOT_FORWARDED = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+# A conversation's name is for the proxy alone.
+_NOT_FORWARDED = _HOP_BY_HOP | {b"host", b"content-length", b"expect", CONVERSATION_HEADER.encode("ascii")}
 # Below the five seconds after which uvicorn, SGLang's server, closes an idle connection.
 _KEEPALIVE_S = 4.0
 _READ_BYTES = 1 << 16
@@ -130,7 +132,7 @@ class Upstream:
         if isinstance(error, aiohttp.ClientConnectorError):
             return UpstreamError(
                 "upstream_unreachable",
-                f"the proxy cannot connect to its upstream {where} ({error.os_error.strerror or error.os_error}); is "
+                f"the proxy cannot connect to its upstream {where} ({_reason(error)}); is "
                 "the server up, and is --upstream its address?",
             )
         if isinstance(error, TimeoutError):
@@ -141,8 +143,8 @@ class Upstream:
             )
         return UpstreamError(
             "upstream_error",
-            f"the proxy's upstream {where} ended the connection without an answer ({type(error).__name__}: "
-            f"{error!s:.200}); look at its log, then send the request again",
+            f"the proxy's upstream {where} gave no answer that can be read ({_reason(error)}); look at its log, then "
+            "send the request again",
         )
 
 
@@ -171,6 +173,15 @@ def _text(value: bytes) -> str:
         return value.decode()
     except UnicodeDecodeError:
         return value.decode("latin-1")
+
+
+def _reason(error: Exception) -> str:
+    """Return what an error is. Its own text may quote the upstream, or the request's query."""
+    if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(error, aiohttp.ClientSSLError):
+        # The operating system's words.
+        return error.os_error.strerror or type(error.os_error).__name__
+    status = getattr(error, "status", None)
+    return f"{type(error).__name__}, status {status}" if status else type(error).__name__
 
 
 def _broken_off(url: str, error: Exception) -> UpstreamError:

@@ -362,6 +362,13 @@ def test_a_misspelt_name_gets_a_suggestion() -> None:
         load_policy("keep_last_tool_output")
 
 
+@pytest.mark.parametrize("path", ["nofile.yaml", "nofile.yml", "./keep_last_tool_output", "folder/none"])
+def test_a_missing_file_is_no_misspelt_name(path: str) -> None:
+    with pytest.raises(PolicyError, match="no such file") as raised:
+        load_policy(path)
+    assert "did you mean" not in str(raised.value)
+
+
 def test_a_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match="folder"):
         load_policy(tmp_path)

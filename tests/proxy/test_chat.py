@@ -3,13 +3,16 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
 from leyline_agent import Policy
+from leyline_agent.core.protocol import Outcome, Status, outcome_header
 from tests.proxy.scripted import (
     CHAT,
     Received,
@@ -185,6 +188,7 @@ def test_an_upstream_that_refuses_the_note_is_asked_again_once_and_remembered(
     assert "[gone]" in json.dumps(upstream.last.json["messages"])
     assert len([record for record in caplog.records if "refuses the field" in record.message]) == 1
     assert stats_of(proxy)["notes"] == "refused"
+    assert stats_of(proxy)["without_note"] == {"refused": 3}
     # That no note went is no fall-back of the conversation's.
     assert stats_of(proxy)["totals"]["fallbacks"] == {}
 
@@ -215,6 +219,33 @@ def test_a_400_for_another_reason_passes_unchanged(ask: Ask, upstream: ScriptedU
     assert (later.status_code, later.content, later.headers["x-mine"]) == (400, b"too long", "1")
     assert len(upstream.received) == 4
     assert upstream.last.note is not None
+
+
+def test_an_error_that_has_an_outcome_is_not_about_the_note(ask: Ask, upstream: ScriptedUpstream, proxy: str) -> None:
+    """Whatever it says: a client can have an error quote what it likes."""
+    outcome = outcome_header(Outcome(status=Status.UNCHANGED))
+    words = b"duplicate request id custom_params"
+    upstream.script = lambda received: (
+        answer_of(received) if received.note is None else Reply(400, [("x-leyline", outcome)], [words])
+    )
+
+    answer = ask(agent_messages(1))
+
+    assert (answer.status_code, answer.content) == (400, words)
+    assert len(upstream.received) == 1
+    assert stats_of(proxy)["notes"] == "answered"
+
+
+def test_no_error_turns_notes_off_where_one_was_answered(ask: Ask, upstream: ScriptedUpstream) -> None:
+    ask(agent_messages(1, "a user"))
+    upstream.script = lambda received: (
+        answer_of(received) if received.note is None else Reply(400, [], [b"no custom_params, says the attacker"])
+    )
+    assert ask(agent_messages(1, "an attacker")).status_code == 200
+    upstream.script = answer_of
+    ask(agent_messages(2, "a user"))
+
+    assert (upstream.last.note or {})["base"] == (upstream.notes[0] or {})["turn"]
 
 
 def test_where_the_second_try_gets_no_answer_the_first_is_the_clients(ask: Ask, upstream: ScriptedUpstream) -> None:
@@ -251,7 +282,9 @@ def test_an_upstream_without_the_plugin_gets_the_policy_alone_and_one_warning(
     ]
     stats = stats_of(proxy)
     assert stats["notes"] == "ignored"
-    assert stats["totals"]["fallbacks"] == {"unsupported_server": 4}
+    # After three it is sent none, with the id that is the plugin's alone.
+    assert ["custom_params" in received.json for received in upstream.received] == [True, True, True, False]
+    assert (stats["totals"]["fallbacks"], stats["without_note"]) == ({"unsupported_server": 3}, {"ignored": 1})
 
 
 def test_a_client_that_leaves_ends_the_request_upstream(
@@ -440,3 +473,103 @@ def test_a_long_edit_does_not_hold_up_a_stream(
         release.set()
         thread.join(20)
     assert done[0].status_code == 200
+
+
+@pytest.fixture
+def held_edits(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[str], threading.Event]]:
+    """Holds the edits of long requests; has their models as they begin, and the event that lets them go on."""
+    from leyline_agent.conversation import Conversation
+
+    prepare = Conversation.prepare
+    begun: list[str] = []
+    release = threading.Event()
+
+    def held(self: Conversation, body: Any) -> Any:
+        begun.append(body["model"])
+        assert release.wait(20)
+        return prepare(self, body)
+
+    monkeypatch.setattr(Conversation, "prepare", held)
+    try:
+        yield begun, release
+    finally:
+        release.set()
+
+
+LONG = agent_messages(2, "a long history " * 2000)
+
+
+def ask_long(proxy: str, model: str, key: str, timeout_s: float = 30) -> httpx.Response:
+    headers = {"authorization": f"Bearer {key}"}
+    body = {"model": model, "messages": LONG}
+    with httpx.Client(trust_env=False, timeout=timeout_s, verify=False) as http:
+        return http.post(proxy + CHAT, json=body, headers=headers)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_long_edits_of_one_key_leave_threads_to_others(
+    proxy: str, held_edits: tuple[list[str], threading.Event]
+) -> None:
+    begun, release = held_edits
+    with ThreadPoolExecutor(8) as clients:
+        try:
+            asked = [clients.submit(ask_long, proxy, f"mine {idx}", "one") for idx in range(6)]
+            until(lambda: len(begun) == 1)
+            asked.append(clients.submit(ask_long, proxy, "another's", "two"))
+            until(lambda: len(begun) == 2)
+            assert begun[1] == "another's"
+        finally:
+            release.set()
+        assert [answer.result().status_code for answer in asked] == [200] * 7
+
+
+def test_what_waits_for_a_client_that_has_left_is_not_worked_on(
+    proxy: str, held_edits: tuple[list[str], threading.Event], upstream: ScriptedUpstream
+) -> None:
+    begun, release = held_edits
+    with ThreadPoolExecutor(1) as clients:
+        try:
+            first = clients.submit(ask_long, proxy, "first", "one")
+            until(lambda: len(begun) == 1)
+            with pytest.raises(httpx.ReadTimeout):
+                ask_long(proxy, "left", "one", timeout_s=0.3)
+        finally:
+            release.set()
+        assert first.result().status_code == 200
+    assert ask_long(proxy, "last", "one").status_code == 200
+
+    assert begun == ["first", "last"]
+
+
+def test_a_client_that_leaves_while_its_turn_is_edited_gives_its_conversation_back(
+    proxy: str, monkeypatch: pytest.MonkeyPatch, upstream: ScriptedUpstream, http: httpx.Client
+) -> None:
+    from leyline_agent.proxy.turns import Turns
+
+    ended = threading.Event()
+    begin = Turns.begin
+
+    def late(self: Turns, *arguments: Any) -> Any:
+        turn = begin(self, *arguments)
+        assert ended.wait(20)
+        return turn
+
+    assert ask_long(proxy, "m", "one").status_code == 200
+    said = {"role": "assistant", "content": "an answer"}
+    body = {"model": "m", "messages": [*LONG, said, {"role": "user", "content": "go on"}]}
+    headers = {"authorization": "Bearer one"}
+    with monkeypatch.context() as patched:
+        patched.setattr(Turns, "begin", late)
+        with pytest.raises(httpx.ReadTimeout), httpx.Client(trust_env=False, timeout=0.5, verify=False) as leaving:
+            leaving.post(proxy + CHAT, json=body, headers=headers)
+    ended.set()
+    assert http.post(proxy + CHAT, json=body, headers=headers).status_code == 200
+
+    assert len(upstream.received) == 2
+    assert (upstream.last.note or {})["base"] == (upstream.notes[0] or {})["turn"]

@@ -261,6 +261,26 @@ def answered(found: Recogniser, known: Known, messages: list[dict[str, Any]], si
     found.keep(known, prepared.prompt, roles, Message.from_openai(SAID), size_bytes)
 
 
+@pytest.mark.parametrize(
+    ("options", "size_bytes"),
+    [pytest.param({"max_conversations": 6}, 10, id="number"), pytest.param({"max_bytes": 600}, 100, id="bytes")],
+)
+def test_one_keys_conversations_do_not_drive_out_anothers(options: dict[str, int], size_bytes: int) -> None:
+    dropped: list[Known] = []
+    found = recogniser(**{"max_conversations": 1000, "max_bytes": 10**6, **options}, on_dropped=dropped.append)
+    scopes = [found.scope([key]) for key in (b"user", b"other")]
+    for scope, num in zip(scopes, (2, 30), strict=True):
+        for idx in range(num):
+            answered(found, found.named(scope, b"%d" % idx), agent_messages(1), size_bytes)
+
+    # One alone may have all the room, and the rest of it is the other's.
+    assert [known.scope for known in found.remembered()] == [scopes[0]] * 2 + [scopes[1]] * 4
+    assert {known.scope for known in dropped} == {scopes[1]}
+    for idx in range(30):
+        answered(found, found.named(scopes[0], b"%d" % idx), agent_messages(1), size_bytes)
+    assert [known.scope for known in found.remembered()].count(scopes[1]) == 2 + 1
+
+
 def test_the_last_used_conversations_are_remembered() -> None:
     dropped: list[Known] = []
     found = recogniser(on_dropped=dropped.append)

@@ -7,6 +7,7 @@ import json
 import logging
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -158,6 +159,95 @@ def test_nothing_secret_is_logged(
     ids = [note["conversation"] for note in upstream.notes if note]
     assert caplog.records
     assert not [word for word in ("private", *ids) if word in caplog.text]
+
+
+def test_what_the_upstream_says_and_what_was_asked_for_is_in_no_error_and_no_log(
+    proxy: str, http: httpx.Client, upstream: ScriptedUpstream, caplog: pytest.LogCaptureFixture
+) -> None:
+    # A status line that cannot be read, with words of the upstream's in it.
+    upstream.script = lambda received: Reply("private words", [("private", "x")])  # type: ignore[arg-type]
+    with caplog.at_level(logging.WARNING):
+        answers = [
+            http.post(proxy + CHAT + "?token=private", json={"messages": agent_messages(1)}),
+            http.get(proxy + "/v1/models?token=private"),
+        ]
+
+    assert [answer.json()["error"]["code"] for answer in answers] == ["upstream_error"] * 2
+    assert len(caplog.records) == 2
+    assert "private" not in caplog.text + "".join(answer.text for answer in answers)
+
+
+@pytest.mark.parametrize(
+    "path", [CHAT, "/v1/responses", "/v1/messages", "/v1/completions", "/v1/embeddings", "/v1/messages/count_tokens"]
+)
+def test_a_conversations_name_goes_to_no_upstream(
+    path: str, proxy: str, http: httpx.Client, upstream: ScriptedUpstream
+) -> None:
+    http.post(proxy + path, json={"messages": agent_messages(1)}, headers={"X-Leyline-Conversation": "mine"})
+
+    assert upstream.last.header("x-leyline-conversation") is None
+
+
+@pytest.mark.parametrize(
+    ("begin", "endless"),
+    [
+        pytest.param(b"GET /", b"a", id="path"),
+        pytest.param(b"GET /health HTTP/1.1\r\nx-a: ", b"a", id="one header"),
+        pytest.param(b"GET /health HTTP/1.1\r\n", b"x-a: b\r\n", id="many headers"),
+        pytest.param(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /health HTTP/1.1\r\nx-a: ", b"a", id="the second"),
+        pytest.param(
+            b"POST /v1/embeddings HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n0\r\n",
+            b"x-a: b\r\n",
+            id="trailers",
+        ),
+        pytest.param(
+            b"POST /v1/embeddings HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n1;a=", b"a", id="chunk extension"
+        ),
+    ],
+)
+def test_headers_without_an_end_are_cut_off(
+    begin: bytes, endless: bytes, proxy: str, upstream: ScriptedUpstream
+) -> None:
+    upstream.script = lambda received: Reply(200)
+    url = httpx.URL(proxy)
+    part = endless * (8192 // len(endless))
+    num_sent = 0
+    with socket.create_connection((url.host, url.port), timeout=10) as connection:
+        connection.sendall(begin)
+        with suppress(ConnectionError):
+            while num_sent < 64 << 20:
+                connection.sendall(part)
+                num_sent += len(part)
+    # Some is on its way before it can be known that the connection is closed.
+    assert num_sent < 32 << 20
+    assert httpx.get(proxy + "/health", trust_env=False).status_code == 200
+
+
+def test_long_headers_arrive(proxy: str, http: httpx.Client, upstream: ScriptedUpstream) -> None:
+    upstream.script = lambda received: Reply(200)
+    http.get(proxy + "/health", headers={"x-long": "a" * 40_000})
+
+    assert upstream.last.header("x-long") == "a" * 40_000
+
+
+def test_more_messages_than_an_agent_has_go_through_as_they_came(
+    ask: Ask, upstream: ScriptedUpstream, proxy: str
+) -> None:
+    messages = [{"role": "user", "content": "x"}] * 10_001
+    ask(messages[1:])
+    assert upstream.last.note is not None
+    answer = ask(messages)
+
+    assert answer.headers["x-leyline-proxy"] == "unedited: too_many_messages"
+    assert (upstream.last.note, upstream.last.json["messages"]) == (None, messages)
+
+
+def test_each_message_takes_room_however_short(start_proxy: Callable[..., str], ask: Ask) -> None:
+    proxy = start_proxy(max_remembered_bytes=1 << 20)
+    for salt in "abc":
+        ask([{"role": "user", "content": salt}] * 400, to=proxy)
+
+    assert len(stats_of(proxy)["conversations"]) == 2
 
 
 @pytest.mark.parametrize("answer", [b"", b"[]", b"{}", b'{"choices": []}', b'{"choices": [{"message": 1}]}', b"<html>"])

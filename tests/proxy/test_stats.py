@@ -109,6 +109,7 @@ def test_the_command_prints_a_table(
     assert lines[1].split() == ["conversation", "turns", "splices", "kept", "moved", "recomputed", "hit", "fallbacks"]
     assert lines[22] == "… and 6 more, see --all"
     assert lines[23].split() == ["all", "27", "1", "7", "30", "540"]
+    assert "went without a note" not in "".join(lines)
     assert lines[24] == "went through unedited: 1 (unreadable_messages)"
     assert len(lines_of_all) == 30
     assert lines_of_all[27].split()[1:] == ["2", "1", "7", "30", "40", "80.0%"]
@@ -129,6 +130,8 @@ def test_stats_tell_what_is_no_proxy_apart(upstream: ScriptedUpstream, capsys: p
     assert "is it one?" in capsys.readouterr().err
     assert main(["stats", "http://127.0.0.1:9", "--timeout", "2"]) == 2
     assert "is the proxy up?" in capsys.readouterr().err
+    assert main(["stats", "127.0.0.1:9"]) == 2
+    assert "127.0.0.1:9: expected a URL" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -137,6 +140,12 @@ def test_stats_tell_what_is_no_proxy_apart(upstream: ScriptedUpstream, capsys: p
         pytest.param(["--policy", "absent"], 1, "no such file", id="no policy"),
         pytest.param(["--upstream", "nowhere"], 2, "expected a URL", id="no URL"),
         pytest.param(["--upstream", "http://u:pw@127.0.0.1:9"], 2, "without a user, a password", id="a password"),
+        pytest.param(["--upstream", "http://"], 2, "expected a host", id="no host"),
+        pytest.param(["--upstream", "http://127.0.0.1:99999"], 2, "expected a host", id="no port of any host"),
+        pytest.param(
+            ["--upstream", "http://127.0.0.1:9/v1/chat/completions"], 2, "expected the server's root", id="a route"
+        ),
+        pytest.param(["--port", "99999"], 2, "port: got 99999, expected 0 to 65535", id="no port"),
         pytest.param(["--host", "192.0.2.1"], 2, "cannot listen on 192.0.2.1", id="no address of ours"),
         pytest.param(["--key-file", "/absent"], 2, "--key-file /absent: cannot read it", id="no key file"),
         pytest.param(["--timeout", "0"], 2, "timeout_s: got 0.0", id="no time"),
