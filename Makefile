@@ -78,9 +78,10 @@ demo: env ## replay 50 or more agent turns with and without splices: make demo [
 record: env ## record the demo's trajectory again, with real tools
 	@$(BIN)/python -m evals.replay.record
 
+# Three workers on two cores: a test waits for its server about a third of its time.
 test: check ## check, then the tests against a live server (minutes)
 	@if [ -n "$(GYM_PYTHON)" ]; then $(MAKE) --no-print-directory debug-gym; fi
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "sglang or slow"
+	@$(BIN)/python -m pytest -n 3 --dist loadfile -m "sglang or slow"
 
 check: env ## format, lint, types, imports, tests without a server (under a minute)
 	@$(BIN)/ruff format --check .

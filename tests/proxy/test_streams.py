@@ -12,7 +12,17 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.proxy.scripted import CHAT, Received, Reply, ScriptedUpstream, agent_messages, events_of, stats_of
+from leyline_agent.core.protocol import outcome_header
+from tests.proxy.scripted import (
+    CHAT,
+    Received,
+    Reply,
+    ScriptedUpstream,
+    agent_messages,
+    events_of,
+    outcome_for,
+    stats_of,
+)
 
 NUM_STREAMS = 200
 NUM_TURNS = 3
@@ -27,6 +37,8 @@ def _reply(received: Received) -> Reply:
     cuts = sorted(rng.sample(range(1, len(whole)), 20))
     parts = [whole[start:end] for start, end in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
     headers = [("content-type", "text/event-stream"), ("x-to", f"{name} {turn}")]
+    if received.body and received.note is not None:
+        headers.append(("x-leyline", outcome_header(outcome_for(received.note))))
     return Reply(headers=headers, parts=parts, is_chunked=True, gap_s=rng.random() / 50)
 
 
