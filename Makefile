@@ -83,7 +83,7 @@ test: check ## check, then the tests against a live server (minutes)
 	@if [ -n "$(GYM_PYTHON)" ]; then $(MAKE) --no-print-directory debug-gym; fi
 	@$(BIN)/python -m pytest -n 3 --dist loadfile -m "sglang or slow"
 
-check: env ## format, lint, types, imports, tests without a server (under a minute)
+check: env ## format, lint, types, imports, tests without a server (a minute and a half on two cores)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
