@@ -12,7 +12,7 @@ import hmac
 import json
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from os import PathLike
@@ -30,7 +30,6 @@ from leyline_agent.digests import (
     HeldPrompt,
     compare,
     digest_prompt,
-    goes_on,
 )
 from leyline_agent.edit_ledger import NO_IDS, EditIds, EditLedger
 from leyline_agent.errors import PlanError, RenderError, SpliceTransportError
@@ -327,11 +326,6 @@ class Conversation:
     def base(self) -> AnsweredTurn | None:
         """The last answered turn, with which the next prompt is compared."""
         return self._base
-
-    def is_continued_by(self, messages: Sequence[Message]) -> bool:
-        """Tell whether a message list goes on from the last answered turn: its messages, its answer, then more."""
-        base = self._base
-        return base is not None and goes_on(base, messages)
 
     def _note(
         self, turn: str, base: AnsweredTurn | None, comparison: Comparison | None, forgotten: frozenset[str]

@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from leyline_agent.cli.common import UnusableError, api_key, check_url, print_json
+from leyline_agent.cli.common import UnusableError, ask, print_json
 from leyline_agent.errors import LeylineError, PolicyError
 from leyline_agent.policy import load_policy
 
@@ -59,15 +59,7 @@ def proxy(args: argparse.Namespace) -> int:
 
 def stats(args: argparse.Namespace) -> int:
     """Ask a proxy what it did."""
-    import httpx
-
-    url = f"{check_url(args.url)}/leyline/proxy/stats"
-    key = api_key(args)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    try:
-        response = httpx.get(url, headers=headers, timeout=args.timeout)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise UnusableError(f"{url}: no answer: {error or type(error).__name__}; is the proxy up?") from error
+    url, response = ask(args, "/leyline/proxy/stats", "proxy")
     try:
         answer = response.json()
     except ValueError:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from leyline_agent.cli.common import API_KEY_VARIABLE, UnusableError, api_key, check_url, print_json
+from leyline_agent.cli.common import API_KEY_VARIABLE, UnusableError, api_key, ask, check_url, print_json
 from leyline_agent.errors import LeylineError, SpliceTransportError
 
 if TYPE_CHECKING:
@@ -22,16 +22,7 @@ CACHE_SALT_VARIABLE = "LEYLINE_CACHE_SALT"
 
 def health(args: argparse.Namespace) -> int:
     """Ask a server whether it can splice."""
-    # Here, since the other commands need no network and httpx is half of their start-up time.
-    import httpx
-
-    url = f"{check_url(args.url)}/leyline/capabilities"
-    key = api_key(args)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    try:
-        response = httpx.get(url, headers=headers, timeout=args.timeout)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise UnusableError(f"{url}: no answer: {error or type(error).__name__}; is the server up?") from error
+    url, response = ask(args, "/leyline/capabilities", "server")
     if response.status_code in (401, 403):
         raise LeylineError(f"{url}: got {response.status_code}; give the server's key in {API_KEY_VARIABLE}")
     if response.status_code != 200:

@@ -10,6 +10,7 @@ import pytest
 
 from leyline_agent import Client, Conversation, SpliceRejectedError
 from leyline_agent.core.protocol import Note, Outcome, Reason, Status
+from leyline_agent.digests import goes_on
 
 MESSAGES = [{"role": "user", "content": "u"}]
 RELEASED = {"conversation_hash": "0" * 32, "purge": {}}
@@ -40,7 +41,8 @@ def test_turn_after_a_release_names_no_base_and_the_next_one_does(server: Any, c
         reply = client.chat(conversation, MESSAGES)
         client.release(conversation)
         messages = [*MESSAGES, reply.message, *MESSAGES]
-        assert conversation.is_continued_by(conversation.prepare({"messages": messages}).messages)
+        assert conversation.base is not None
+        assert goes_on(conversation.base, conversation.prepare({"messages": messages}).messages)
         reply = client.chat(conversation, messages)
         first = last_note(server)
         client.chat(conversation, [*messages, reply.message])
