@@ -40,7 +40,7 @@ def probe_env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     entries = [f"{name} = {name}:activate" for name in plugins]
     (dist / "entry_points.txt").write_text("\n".join(["[sglang.srt.plugins]", *entries, ""]))
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    return {"PYTHONPATH": path, "LEYLINE_SECRET": "the probe derives namespaces with this"}
+    return {"PYTHONPATH": path, "LEYLINE_SECRET": "the probe derives namespaces with this", "LEYLINE_GATE": "0"}
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +53,7 @@ def cpu_server(model_dir: Path, probe_env: dict[str, str]) -> Iterator[RunningSe
 @pytest.fixture(scope="session")
 def unpatched_server(model_dir: Path) -> Iterator[RunningServer]:
     """SGLang as published, on the CPU, without the Leyline plugin."""
-    with serve(model_dir, plugin=False) as server:
+    with serve(model_dir, plugin=False, fork=True) as server:
         yield server
 
 

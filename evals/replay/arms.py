@@ -143,7 +143,7 @@ def _call_model(arm: Arm, chat: RecordedChatOpenAI, policy: Policy, tools: Seque
         return lambda state: bound.invoke(state["messages"])
     # Where the note is taken off there is no outcome, and that is no news.
     on_fallback = _expected if arm == "reprefill" else warn_fallback
-    edited = with_leyline(bound, policy, on_fallback=on_fallback)
+    edited = with_leyline(bound, policy, on_fallback=on_fallback, gate="off")
     return lambda state: edited.invoke(state["messages"])
 
 

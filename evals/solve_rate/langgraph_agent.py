@@ -63,7 +63,7 @@ def run_agent(
     middleware: list[AgentMiddleware[Any, Any, Any]] = [guard]
     if policy is not None:
         # Last, so that nothing changes the request after it. Fall-backs are counted from the answers.
-        middleware.append(LeylineMiddleware(policy, on_fallback=_counted))
+        middleware.append(LeylineMiddleware(policy, on_fallback=_counted, gate="off"))
     agent = create_agent(chat, _schemas(task), system_prompt=task.system, middleware=middleware)
     config: Any = {
         "configurable": {"thread_id": thread_id},

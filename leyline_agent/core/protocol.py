@@ -61,6 +61,8 @@ class Reason(StrEnum):
     UNKNOWN_CONVERSATION = "unknown_conversation"
     UNKNOWN_BASE = "unknown_base"
     STALE_BASE = "stale_base"
+    # What the server finds cheaper.
+    GATED = "gated"
     # What the server can do now.
     EVICTED = "evicted"
     POOL_FULL = "pool_full"
@@ -85,7 +87,7 @@ class Status(StrEnum):
     UNCHANGED = "unchanged"
     """Nothing to do: a first turn, or a prompt that only grew."""
     REPREFILL = "reprefill"
-    """The note asked for it, or a `forget` left nothing to splice."""
+    """The note asked for it, a `forget` left nothing to splice, or it is cheaper than a splice (`reason` is `gated`)."""
     REFUSED = "refused"
     """Nothing was carried out; `reason` tells why. The prompt was prefilled as on any server."""
 
@@ -143,7 +145,8 @@ class Note(_Wire):
     scrub: bool = False
     """With a forget of either kind: also zero every row of the pool that nothing refers to."""
     gate: Literal["auto", "off"] = "auto"
-    """`auto`: the server may find a re-prefill cheaper."""
+    """`auto`: the server prefills again where it has measured that to be quicker. Explicit directives are carried out
+    either way."""
     template_changes: Literal["amortize", "reprefill"] = "amortize"
     """Where the answer of the base is rendered to other tokens than were generated: `reprefill` splices nothing from
     there on. Explicit directives are carried out either way."""

@@ -35,6 +35,8 @@ class Config(BaseModel):
     """Move rows that nobody else needs where they are. Off: every splice copies, and the edited turn stays cached."""
     one_step: bool = True
     """Compute R in the batch of the request that reads it, where the attention backend allows. Off: in one before."""
+    gate: bool = True
+    """Prefill an edited turn again where that is the quicker way, unless its note says `gate: off`. Off: splice all."""
     turns_per_conversation: int = Field(default=8, gt=0)
     """Sequences remembered for each conversation, so that a branch or a retry finds its own base."""
     max_conversations: int = Field(default=65_536, gt=0)

@@ -136,7 +136,7 @@ class CacheReply(BaseReq, kw_only=True):  # type: ignore[misc,call-arg]
     """The scheduler's share: from taking the request up to this reply."""
     stages_ms: dict[str, float] = {}  # noqa: RUF012 - msgspec copies the default
     """Of these, by stage."""
-    prefill_cost: tuple[float, float, float, float, float] | None = None
+    prefill_cost: tuple[float, ...] | None = None
     """What prefill costs on this server (`prefill_cost.Cost`), once it has measured that."""
     reason: str = ""
     """A `protocol.Reason`, or empty."""

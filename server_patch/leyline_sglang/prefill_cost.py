@@ -1,13 +1,16 @@
 """What prefill costs on this server, measured as it runs: so many milliseconds for so many tokens.
 
-The scheduler times the forward pass of each prefill batch and fits `fixed + per_token * tokens + per_pair * pairs`, a
-pair being a token and one that it attends to. Knows nothing of SGLang; `compat.around_prefill` feeds it.
+The scheduler times the forward pass of each prefill batch. A batch takes `floor_ms` whatever it computes (on a GPU the
+launching of its kernels), or `fixed_ms + token_ms * tokens + pair_ms * pairs`, whichever is longer; a pair is a token
+and one that it attends to. Right of a cached prefix a pair may cost more than without one, as attention kernels for
+MLA differ there. Knows nothing of SGLang; `compat.around_prefill` feeds it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,16 +22,42 @@ _SPREAD = 8
 """How many times the smallest batch the largest must be, before what is fixed can be told from what a token costs."""
 _REACH = 32
 """How many times the most tokens, and the most pairs, of a batch can be asked about."""
+_ABOVE = 1.25
+"""A batch that took so many times the floor was held up by what it computed."""
 _OUTLIER = 4.0
 """A batch that took so many times what the fit says is left out of it: it compiled a kernel, or was held up."""
 _BETTER = 0.75
-"""By what factor pairs must lower the squared error to be in the fit: where batches are much alike, tokens and pairs
-explain them equally well, and pairs would make a long prompt far too dear."""
+"""By what factor one more coefficient must lower the squared error to be in the fit: where batches are much alike,
+tokens and pairs explain them equally well, and pairs would make a long prompt far too dear."""
+_ROUNDING = 1e-12
 _FIT_EVERY = 8
 """Batches between two fits, once there is a first one: a fit takes longer than a look-up."""
 
-Cost = tuple[float, float, float, float, float]
-"""Milliseconds of a batch, of a token and of a pair of tokens; and the most tokens and pairs that these hold for."""
+_MODELS = (
+    ((0, 1, 0, 0),),
+    ((1, 0, 0, 0), (0, 1, 0, 0)),
+    ((1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 1)),
+    ((1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)),
+)
+"""From simple to rich: which of batch, token, pair and pair beside something cached have coefficients, and which of
+them the same."""
+
+Batch = tuple[float, float, float, float]
+"""Tokens; pairs, if nothing of the batch was cached (else 0); pairs, if something was (else 0); milliseconds."""
+
+
+class Cost(NamedTuple):
+    """A fit, in milliseconds of a batch, of a token and of a pair; and the most tokens and pairs that it holds for."""
+
+    floor_ms: float
+    fixed_ms: float
+    token_ms: float
+    pair_ms: float
+    """Where nothing of the batch is cached."""
+    cached_pair_ms: float
+    """Where something is."""
+    most_tokens: float
+    most_pairs: float
 
 
 def num_pairs(tokens: int, prefix_tokens: int) -> float:
@@ -41,11 +70,13 @@ def predict_ms(cost: Cost, tokens: int, prefix_tokens: int) -> float | None:
 
     None where nothing of that size was measured.
     """
-    fixed_ms, token_ms, pair_ms, most_tokens, most_pairs = cost
+    if not tokens:
+        return 0.0
     pairs = num_pairs(tokens, prefix_tokens)
-    if tokens > most_tokens or pairs > most_pairs:
+    if tokens > cost.most_tokens or pairs > cost.most_pairs:
         return None
-    return fixed_ms + token_ms * tokens + pair_ms * pairs if tokens else 0.0
+    pair_ms = cost.cached_pair_ms if prefix_tokens else cost.pair_ms
+    return max(cost.floor_ms, cost.fixed_ms + cost.token_ms * tokens + pair_ms * pairs)
 
 
 def saved_by_moving(
@@ -73,8 +104,8 @@ class PrefillMeter:
     """The last prefill batches of one scheduler, and the fit to them."""
 
     def __init__(self) -> None:
-        self._batches: dict[int, deque[tuple[float, float, float]]] = defaultdict(lambda: deque(maxlen=_OF_A_SIZE))
-        """Tokens, pairs, milliseconds; by the bits of the number of tokens."""
+        self._batches: dict[int, deque[Batch]] = defaultdict(lambda: deque(maxlen=_OF_A_SIZE))
+        """By the bits of the number of tokens."""
         self._since_fit = 0
         self._cost: Cost | None = None
 
@@ -85,13 +116,14 @@ class PrefillMeter:
 
     def observe(self, requests: Iterable[tuple[int, int]], ms: float) -> None:
         """Take note of one batch: (tokens, prefix tokens) of each of its requests, and what it took."""
-        lengths = list(requests)
-        tokens = sum(tokens for tokens, _ in lengths)
-        if not tokens or ms <= 0:
+        batch = batch_of(list(requests), ms)
+        if not batch[0] or ms <= 0:
             return
-        self._batches[tokens.bit_length()].append((tokens, sum(num_pairs(*one) for one in lengths), ms))
+        self._batches[int(batch[0]).bit_length()].append(batch)
         self._since_fit += 1
-        if self._cost is None or self._since_fit >= _FIT_EVERY:
+        cost = self._cost
+        beyond = cost is None or batch[0] > cost.most_tokens or batch[1] + batch[2] > cost.most_pairs
+        if beyond or self._since_fit >= _FIT_EVERY:
             self._cost, self._since_fit = fit([batch for size in self._batches.values() for batch in size]), 0
 
 
@@ -99,41 +131,72 @@ METER = PrefillMeter()
 """Of this process, which has one scheduler at most."""
 
 
-def fit(batches: Collection[tuple[float, float, float]]) -> Cost | None:
+def batch_of(requests: Sequence[tuple[int, int]], ms: float) -> Batch:
+    """Add up the requests of a batch: (tokens, prefix tokens) of each."""
+    tokens = sum(tokens for tokens, _ in requests)
+    pairs = sum(num_pairs(*one) for one in requests)
+    # One request with a prefix decides by which kernel attention is computed for all.
+    return (tokens, 0.0, pairs, ms) if any(prefix for _, prefix in requests) else (tokens, pairs, 0.0, ms)
+
+
+def fit(batches: Collection[Batch]) -> Cost | None:
     """Fit tokens, pairs and milliseconds of batches; no coefficient is negative. None where all are of one size.
 
     Errors count relative to what a batch took, so that a long prefill does not outweigh many short ones, and one that
     was held up counts no more than any other. What takes many times the fit is then left out of it.
     """
-    rows = np.array(batches, dtype=np.float64).reshape(-1, 3)
+    rows = np.array(batches, dtype=np.float64).reshape(-1, 4)
     if not _tells_sizes_apart(rows):
         return None
-    cost = _simplest(rows)
-    usual = rows[rows[:, 2] <= _OUTLIER * (cost[0] + rows[:, :2] @ cost[1:])]
-    if len(usual) < len(rows) and _tells_sizes_apart(usual):
-        cost = _simplest(usual)
-    most_tokens, most_pairs = _REACH * rows[:, :2].max(axis=0)
-    return float(cost[0]), float(cost[1]), float(cost[2]), float(most_tokens), float(most_pairs)
+    floor_ms = _floor_ms(rows)
+    above = rows[rows[:, 3] > _ABOVE * floor_ms]
+    if len(above):
+        found = _simplest(above)
+        usual = above[above[:, 3] <= _OUTLIER * np.maximum(floor_ms, found[0] + above[:, :3] @ found[1:])]
+        if 0 < len(usual) < len(above):
+            found = _simplest(usual)
+        reach = _REACH
+    else:
+        # All took as long: from where on longer ones would take longer is not known.
+        found, reach = np.zeros(4), 1
+    most_tokens, most_pairs = reach * rows[:, 0].max(), reach * rows[:, 1:3].max()
+    fixed_ms, token_ms, pair_ms, cached_pair_ms = map(float, found)
+    return Cost(floor_ms, fixed_ms, token_ms, pair_ms, cached_pair_ms, float(most_tokens), float(most_pairs))
 
 
 def _tells_sizes_apart(rows: NDArray[np.float64]) -> bool:
     return len(rows) > 0 and bool(rows[:, 0].max() >= _SPREAD * rows[:, 0].min())
 
 
+def _floor_ms(rows: NDArray[np.float64]) -> float:
+    """Return what the quickest size of batch usually takes."""
+    sizes = np.floor(np.log2(rows[:, 0]))
+    return min(float(np.median(rows[sizes == size, 3])) for size in np.unique(sizes))
+
+
 def _simplest(rows: NDArray[np.float64]) -> NDArray[np.float64]:
-    without_pairs, error = _least_squares(rows, [0, 1])
-    cost, smaller = _least_squares(rows, [0, 1, 2])
-    return cost if smaller < _BETTER * error else without_pairs
+    """Return milliseconds of a batch, a token, a pair and a pair beside something cached, as few as will do."""
+    columns = np.column_stack([np.ones(len(rows)), rows[:, :3]])
+    found, error = np.zeros(4), np.inf
+    for merged in _MODELS:
+        # Coefficients that are to be alike are one of the sum of their columns.
+        alike = np.array(merged, dtype=np.float64)
+        coefficients, smaller = _least_squares(columns @ alike.T, rows[:, 3])
+        # Below that it is rounding that is fitted.
+        if smaller < _BETTER * error - _ROUNDING:
+            found, error = coefficients @ alike, smaller
+    return found
 
 
-def _least_squares(rows: NDArray[np.float64], used: list[int]) -> tuple[NDArray[np.float64], float]:
-    """Return the coefficients, none of them negative, and the squared error."""
-    features = np.column_stack([np.ones(len(rows)), rows[:, :2]]) / rows[:, 2:]
-    # Columns differ by orders of magnitude.
-    features /= (scale := np.linalg.norm(features, axis=0))
-    found = np.zeros(3)
+def _least_squares(features: NDArray[np.float64], ms: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
+    """Return the coefficients, none of them negative, and the squared error relative to `ms`."""
+    features = features / ms[:, None]
+    # Columns differ by orders of magnitude, and one may hold nothing.
+    features /= (scale := np.maximum(np.linalg.norm(features, axis=0), np.finfo(np.float64).tiny))
+    found = np.zeros(features.shape[1])
+    used = list(range(features.shape[1]))
     while used:
-        part = np.linalg.lstsq(features[:, used], np.ones(len(rows)), rcond=1e-6)[0]
+        part = np.linalg.lstsq(features[:, used], np.ones(len(ms)), rcond=1e-6)[0]
         if (part >= 0).all():
             found[used] = part
             break

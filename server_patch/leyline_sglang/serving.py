@@ -35,6 +35,7 @@ from leyline_agent.core.protocol import (
 from leyline_agent.errors import PlanError
 from leyline_sglang import compat
 from leyline_sglang.config import Config
+from leyline_sglang.gate import Gate
 from leyline_sglang.io_types import AdmissionReply, AdmissionRequest, CacheReply, CacheRequest, pack
 from leyline_sglang.namespaces import is_own_salt
 from leyline_sglang.note import parse_note, tag_request, take_note
@@ -93,6 +94,7 @@ class Serving:
 
     config: Config
     memory: SequenceMemory
+    gate: Gate = field(default_factory=Gate)
     _unsupported: list[str] | None = None
     _not_in_one_step: list[str] = field(default_factory=lambda: ["the scheduler was not asked yet"])
     _one_batch: dict[str, int] = field(default_factory=dict)
@@ -491,6 +493,7 @@ class Serving:
         return Turn(
             config=self.config,
             memory=self.memory,
+            gate=self.gate,
             conversation=conversation,
             ask=lambda request: self._ask(manager, request),
             prefill=prefill,

@@ -22,6 +22,7 @@ from leyline_agent.core.protocol import Directive, DirectiveOutcome, Note, Outco
 from leyline_agent.core.token_ids import common_prefix
 from leyline_agent.errors import PlanError
 from leyline_sglang.config import Config
+from leyline_sglang.gate import Gate
 from leyline_sglang.io_types import AdmissionReply, AdmissionRequest, CacheReply, CacheRequest, pack
 from leyline_sglang.namespaces import own_salt
 from leyline_sglang.note import check_explicit, directives_from_diff, first_in_answer
@@ -89,6 +90,7 @@ class Turn:
 
     config: Config
     memory: SequenceMemory
+    gate: Gate
     conversation: Conversation
     ask: Ask
     prefill: Prefill
@@ -103,7 +105,6 @@ class Turn:
     """What a batch can hold at most (`compat.one_batch`)."""
     _first_in_answer: int | None = None
     """Index of the first directive that differs from the base in its answer; None where there is none."""
-    _prefill_cost: Cost | None = None
     _started: float = field(default_factory=time.perf_counter)
     _prefilled: int = 0
     _moved: int = 0
@@ -148,7 +149,11 @@ class Turn:
             if not first:
                 return await self._reprefill(base)
             directives = [*directives[:first], Directive(start=directives[first].start, end=len(base_ids))]
-        return await self.splice(base_ids, directives, base_in_own=base.in_own, edits=base.edits, scrub=note.scrub)
+        # What is explicit was asked for, here too.
+        gated = note.gate == "auto" and note.directives is None and self.config.gate
+        return await self.splice(
+            base_ids, directives, base_in_own=base.in_own, edits=base.edits, scrub=note.scrub, gated=gated
+        )
 
     async def _reprefill(
         self, base: RememberedTurn | None, *, reason: Reason | None = None, message: str | None = None
@@ -182,10 +187,12 @@ class Turn:
         base_in_own: bool,
         edits: tuple[Edit, ...] = (),
         scrub: bool = False,
+        gated: bool = False,
     ) -> Served:
         """Carry out checked directives whose application to `base_ids` gives a prefix of `new_ids`.
 
-        `base_in_own` says in which namespace the base's rows are; `scrub` is for directives that forget.
+        `base_in_own` says in which namespace the base's rows are; `scrub` is for directives that forget. With `gated`
+        nothing is done where prefilling again is cheaper.
         """
         # In a thread, as thousands of directives take a while.
         plan = await self._in_thread(partial(make_plan, directives, base_tokens=len(base_ids)))
@@ -193,9 +200,17 @@ class Turn:
         if not steps and plan.first_forget is None:
             left = tuple(edit for edit in edits if edit.position < plan.prefix_tokens)
             return await self._serve(Status.UNCHANGED, edits=left)
-        if self._fits_one_step(plan, steps):
+        one_step = self._fits_one_step(plan, steps)
+        if gated and plan.first_forget is None and (why_not := self._why_not(plan, steps, one_step)):
+            left = tuple(edit for edit in edits if edit.position < plan.prefix_tokens)
+            return await self._serve(Status.REPREFILL, reason=Reason.GATED, message=why_not, edits=left)
+        if one_step:
             return self._announce(base_ids, directives, plan, steps, base_in_own, edits)
+        started = time.perf_counter()
         done, reason, message, look = await self._take_steps(base_ids, plan, steps, base_in_own)
+        if steps and reason is None:
+            took_ms = (time.perf_counter() - started) * 1e3
+            self.gate.observe(moved_tokens=self._moved, one_step=False, ms=took_ms)
         if reason is None and len(plan.steps[: plan.first_forget]) > self.config.max_directives:
             reason = Reason.TOO_MANY_DIRECTIVES
             message = f"{len(directives)} directives, of which the first {self.config.max_directives} are carried out"
@@ -216,6 +231,17 @@ class Turn:
         fills = _fills(plan, steps)
         fit = 1 + sum(map(bool, fills)) <= self.one_batch["requests"] and 2 * sum(fills) <= self.one_batch["tokens"]
         return fit and sum(fills) <= _ONE_STEP_TOKENS
+
+    def _why_not(self, plan: SplicePlan, steps: list[SpliceStep], one_step: bool) -> str | None:
+        """Return why the edit is better not spliced; see `Gate.why_not`."""
+        runs = [self._positions(step) for step in steps]
+        return self.gate.why_not(
+            prompt_tokens=len(self.new_ids),
+            kept_tokens=plan.prefix_tokens,
+            moved_tokens=sum(src_end - src_start for _, src_start, src_end, _ in runs),
+            replacement_tokens=sum(_fills(plan, steps)),
+            one_step=one_step,
+        )
 
     def _announce(
         self,
@@ -250,11 +276,9 @@ class Turn:
             if reason is not None:
                 conversation.has_namespace = had_namespace or reply.new_own > 0
             self._moved, self._prefilled = reply.moved, reply.filled
-            self._scheduler_ms += reply.ms
-            self._prefill_cost = reply.prefill_cost
-            # What passed since then is the request's own: it waited, and was computed.
-            self._started = time.perf_counter() - (announced_ms + reply.ms) / 1e3
-            self._count(reply.stages_ms)
+            self._take_account(reply, announced_ms)
+            if reason is None:
+                self.gate.observe(moved_tokens=reply.moved, one_step=True, ms=reply.ms)
             done = reply.steps_done
             # All of it was cached, or the run right of it was not.
             kept = plan.prefix_tokens if done else 0
@@ -454,9 +478,13 @@ class Turn:
         started = time.perf_counter()
         reply = await self.ask(request)
         self._scheduler_ms += reply.ms
-        self._prefill_cost = reply.prefill_cost
+        self._learn(reply)
         self._count({"wait": (time.perf_counter() - started) * 1e3 - reply.ms, **reply.stages_ms})
         return reply
+
+    def _learn(self, reply: CacheReply) -> None:
+        if reply.prefill_cost is not None:
+            self.gate.prefill_cost = Cost(*reply.prefill_cost)
 
     def _request(self, base_ids: array[int], *, own: bool) -> CacheRequest:
         extra_key, caller_salt = self.conversation.scope
@@ -474,25 +502,66 @@ class Turn:
         *,
         reason: Reason | None = None,
         message: str | None = None,
-        directives: tuple[DirectiveOutcome, ...] = (),
-        num_directives: int = 0,
-        answer_directives: int = 0,
-        answer_moved_tokens: int = 0,
-        kept_tokens: int = 0,
         edits: tuple[Edit, ...] = (),
         look: CacheReply | None = None,
+        **facts: Any,
     ) -> Served:
         """Choose the namespace with the longer match, the conversation's on a tie, and state the outcome.
 
-        `edits` are the turn's log; `look` is what is cached now, where the caller knows it.
+        `edits` are the turn's log; `look` is what is cached now, where the caller knows it; `facts` are more of the
+        outcome's.
         """
-        in_own = self.conversation.has_namespace
-        if in_own:
-            look = look or await self.look()
-            in_own = look.new_own >= look.new_shared
+
+        def state(look: CacheReply | None) -> Served:
+            return self._state(status, look, edits=edits, reason=reason, message=message, **facts)
+
+        if look is None and self.conversation.has_namespace:
+            if self.request_id is not None:
+                return self._announce_choice(state)
+            look = await self.look()
+        return state(look)
+
+    def _announce_choice(self, state: Callable[[CacheReply | None], Served]) -> Served:
+        """Leave the choice of the namespace to the scheduler: asked for it now, it answers after its next batch."""
+        assert self.request_id is not None
+        request = AdmissionRequest(
+            request_id=self.request_id,
+            prompt_tokens=len(self.new_ids),
+            shared_salt=self.conversation.scope[1],
+            own_salt=self.own_salt,
+            has_namespace=True,
+        )
+        announced_ms = (time.perf_counter() - self._started) * 1e3
+        # Until the scheduler says otherwise, and if it never does.
+        chosen = replace(state(None), cache_salt=self.own_salt, in_own=True)
+
+        async def settle(reply: AdmissionReply) -> Served:
+            self._take_account(reply, announced_ms)
+            return chosen if reply.reason else state(reply)
+
+        return replace(chosen, announced=Announced(request, settle))
+
+    def _take_account(self, reply: AdmissionReply, announced_ms: float) -> None:
+        self._scheduler_ms += reply.ms
+        self._learn(reply)
+        # What passed since then is the request's own: it waited, and was computed.
+        self._started = time.perf_counter() - (announced_ms + reply.ms) / 1e3
+        self._count(reply.stages_ms)
+
+    def _state(
+        self,
+        status: Status,
+        look: CacheReply | None,
+        *,
+        edits: tuple[Edit, ...],
+        kept_tokens: int = 0,
+        **facts: Any,
+    ) -> Served:
+        """State what was done, and from where the request is served by what is cached (`look`)."""
+        in_own = look is not None and self.conversation.has_namespace and look.new_own >= look.new_shared
         ms = (time.perf_counter() - self._started) * 1e3
         saved_ms = saved_by_moving(
-            self._prefill_cost,
+            self.gate.prefill_cost,
             prompt_tokens=len(self.new_ids),
             kept_tokens=kept_tokens,
             moved_tokens=self._moved,
@@ -502,21 +571,16 @@ class Turn:
         )
         outcome = Outcome(
             status=status,
-            reason=reason,
-            message=message,
             turn=self.turn_id,
-            directives=directives,
-            num_directives=num_directives,
-            answer_directives=answer_directives,
             kept_tokens=kept_tokens,
             moved_tokens=self._moved,
-            answer_moved_tokens=answer_moved_tokens,
             prefilled_tokens=self._prefilled,
             saved_ms=saved_ms,
             purge=self._purge,
             ms=round(ms, 3),
             scheduler_ms=round(self._scheduler_ms, 3),
             stages_ms={name: round(ms, 3) for name, ms in self._stages_ms.items()},
+            **facts,
         )
         return Served(outcome, self._salt(in_own), self.own_salt, self.conversation.nonce, edits[-_MAX_EDITS:], in_own)
 

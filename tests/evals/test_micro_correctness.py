@@ -125,7 +125,7 @@ def test_a_span_that_came_and_went_leaves_the_next_token_as_it_was(small_model: 
     results = tmp_path / "correctness.jsonl"
     env = {"PYTHONPATH": str(PLUGIN), "BENCH_SEED": "1"}
     args = ["--load-format", "dummy", "--skip-tokenizer-init", "--max-total-tokens", "32768"]
-    with serve(small_model, env=env, extra_args=args) as server:
+    with serve(small_model, env=env, extra_args=args, fork=True) as server:
         options = ["--url", server.url, "--model", "small", "--prompts", "12", "--at-once", "6"]
         command = [sys.executable, "-m", "evals.micro.correctness", *options, "--json-out", str(results)]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

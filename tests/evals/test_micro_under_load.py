@@ -217,7 +217,7 @@ BOTH = ["--paths", "one_step", "two_steps"]
 
 @pytest.fixture(scope="module")
 def bench_server(model_dir: Path) -> Iterator[Server]:
-    with serve(model_dir, env={"PYTHONPATH": str(PLUGIN)}) as running, Server(running.url) as server:
+    with serve(model_dir, env={"PYTHONPATH": str(PLUGIN)}, fork=True) as running, Server(running.url) as server:
         yield server
 
 

@@ -30,7 +30,7 @@ def test_an_agent_goes_on_when_its_server_is_killed_and_started_again(
         agent = create_agent(
             live.chat(f"http://127.0.0.1:{port}"), [cat], middleware=[middleware], checkpointer=InMemorySaver()
         )
-        with serve(model_dir, port=port) as server:
+        with serve(model_dir, port=port, env={"LEYLINE_GATE": "0"}, fork=True) as server:
             for idx in range(2):
                 agent.invoke({"messages": turn(idx, "restart")}, here)
             conversation = middleware.conversation("restart")
@@ -40,7 +40,7 @@ def test_an_agent_goes_on_when_its_server_is_killed_and_started_again(
             os.killpg(server.pid, signal.SIGKILL)
         with pytest.raises(openai.APIConnectionError):
             agent.invoke({"messages": turn(3, "restart")}, here)
-        with serve(model_dir, port=port):
+        with serve(model_dir, port=port, env={"LEYLINE_GATE": "0"}, fork=True):
             live.sent.clear()
             # The checkpoint has the question that was not answered.
             states = [agent.invoke(None, here)]

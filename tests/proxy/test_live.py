@@ -348,7 +348,7 @@ def test_the_agent_goes_on_when_the_server_was_killed_and_started_again(
     sent: list[dict[str, Any]],
 ) -> None:
     port = free_port()
-    with serve(model_dir, port=port) as server:
+    with serve(model_dir, port=port, env={"LEYLINE_GATE": "0"}, fork=True) as server:
         proxy = start_proxy(server)
         client = openai_client(proxy)
         messages, before = run_agent(client, "killed", stream=True)
@@ -366,7 +366,7 @@ def test_the_agent_goes_on_when_the_server_was_killed_and_started_again(
         client.chat.completions.create(**SETTINGS, messages=asked, tools=TOOLS)
     assert (caught.value.status_code, caught.value.code) == (502, "upstream_unreachable")
 
-    with serve(model_dir, port=port) as server:
+    with serve(model_dir, port=port, env={"LEYLINE_GATE": "0"}, fork=True) as server:
         sent.clear()
         messages, first = run_agent(client, "killed", stream=False, num_turns=1, messages=messages)
         # Turns that evict nothing more: what a splice leaves is not what a plain server computes.

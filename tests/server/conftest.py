@@ -19,7 +19,10 @@ def serve_probed(model_dir: Path, probe_env: dict[str, str]) -> Callable[..., Ab
 
     @contextmanager
     def start(*extra_args: str, **env: str) -> Iterator[Live]:
-        with serve(model_dir, env=probe_env | env, extra_args=extra_args) as server, Live(server.url) as live:
+        with (
+            serve(model_dir, env=probe_env | env, extra_args=extra_args, fork=True) as server,
+            Live(server.url) as live,
+        ):
             yield live
 
     return start

@@ -119,7 +119,7 @@ def locked(model_dir: Path, probe_env: dict[str, str], tmp_path_factory: pytest.
     keys = {"api_key": "user", "admin_api_key": "admin"}
     args = ("--log-requests", "--log-requests-level", "3")
     with (
-        serve(model_dir, env=probe_env, extra_args=args, log_path=log, **keys) as server,
+        serve(model_dir, env=probe_env, extra_args=args, log_path=log, fork=True, **keys) as server,
         httpx.Client(base_url=server.url, timeout=60) as http,
     ):
         yield http, log

@@ -286,7 +286,7 @@ class Mortal:
             self._running.close()
             env = self._env | {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
             args = ("--max-total-tokens", "3000")
-            server = serve(self._model_dir, port=self._port, env=env, extra_args=args)
+            server = serve(self._model_dir, port=self._port, env=env, extra_args=args, fork=True)
             self._server = self._running.enter_context(server)
         live = self._running.enter_context(Live(self._server.url))
         live.flush()

@@ -311,7 +311,9 @@ CASES = [
 
 
 def test_every_reason_is_brought_about() -> None:
-    assert {reason for case in CASES for reason in case.values if isinstance(reason, Reason)} == set(Reason)
+    # That one is no refusal; `test_gate.py` has it.
+    everything = set(Reason) - {Reason.GATED}
+    assert {reason for case in CASES for reason in case.values if isinstance(reason, Reason)} == everything
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ def python_core(
 ) -> Iterator[tuple[Live, Path]]:
     log = tmp_path_factory.mktemp("secret") / "server.log"
     env = probe_env | {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
-    with serve(model_dir, env=env, log_path=log) as server, Live(server.url) as live:
+    with serve(model_dir, env=env, log_path=log, fork=True) as server, Live(server.url) as live:
         yield live, log
 
 
