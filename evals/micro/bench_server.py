@@ -1,6 +1,7 @@
 """A served model as a benchmark sees it: requests by token ids, notes, rows, and what a row of results names.
 
-The standard library alone, so that it runs wherever a server does. Knows `leyline_rows`'s routes; starts no server.
+The standard library and what SGLang itself needs, so that it runs wherever a server does. Knows `leyline_rows`'s
+routes; starts no server.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import orjson
 import torch
 
 from evals.micro.result_rows import about as machine
@@ -107,7 +109,8 @@ class Server:
 
     def stream(self, token_ids: Sequence[int], max_new_tokens: int, note: Any = None, **body: Any) -> Answer:
         """Send one request and time its first token too."""
-        payload = json.dumps(_body(token_ids, max_new_tokens, note) | {"stream": True} | body)
+        # Of many threads that send at once, one writes JSON at a time: it has to be fast.
+        payload = orjson.dumps(_body(token_ids, max_new_tokens, note) | {"stream": True} | body)
         started = time.perf_counter()
         response = self._send("POST", "/generate", payload)
         first_ms, last = 0.0, None
@@ -151,6 +154,11 @@ class Server:
         capabilities = json.loads(self._send("GET", "/leyline/capabilities", None).read())
         if not capabilities["supported"] or not capabilities["enabled"]:
             raise BenchError(f"this server does not splice: {capabilities['unsupported']}")
+
+    def model_name(self) -> str:
+        """Return the last part of the path or name of the model that is served."""
+        path: str = json.loads(self._send("GET", "/model_info", None).read())["model_path"]
+        return Path(path).name
 
     def state(self, *, reset: bool = False) -> dict[str, Any]:
         """Return slots by state, the pool's shape, and what was counted since the last reset."""
@@ -210,7 +218,7 @@ class Server:
             return False
         return True
 
-    def _send(self, method: str, path: str, payload: str | None) -> http.client.HTTPResponse:
+    def _send(self, method: str, path: str, payload: str | bytes | None) -> http.client.HTTPResponse:
         local = self._local
         connection: http.client.HTTPConnection | None = getattr(local, "connection", None)
         if connection is None or time.monotonic() - local.used > _IDLE_S:
