@@ -199,10 +199,13 @@ class Conversation:
     def prepare(self, body: Mapping[str, Any]) -> PreparedTurn:
         """Edit a chat request and put the note into it. `body` is left as it is; everything in it is sent.
 
+        Args:
+            body: the request. Its messages are chat dicts, or `Message`s, which are not copied.
+
         Raises:
             ValueError: the messages are none, or the request has a note or `input_ids` already.
         """
-        messages = messages_from_openai(body["messages"])
+        messages = messages_from_openai(body["messages"], self._seen)
         if body.get("input_ids") is not None:
             raise ValueError("got input_ids, by which the prompt is fixed whatever the messages say; leave them out")
         if NOTE_KEY in (body.get("custom_params") or {}):
@@ -215,35 +218,38 @@ class Conversation:
         sizes = self._counts.sizes(messages) if self._counts else None
         applied = self._policy_run.apply(messages, tools=body.get("tools"), sizes=sizes) if self._policy_run else None
         edits = merge_edits(messages, manual_edits(messages, wanted), applied.edits if applied else ())
-        sent = apply_edits(messages, edits)
-        new_body = {**body, "messages": [message.to_openai() for message in sent]}
+        sent = tuple(apply_edits(messages, edits))
+        request = {**body, "messages": sent}
         prompt = digest_prompt(messages, edits, body)
         turn = secrets.token_urlsafe(12)
         if not noting:
             return PreparedTurn(
-                turn, new_body, {}, tuple(sent), tuple(edits), None, (), prompt, frozenset(), frozenset(), period
+                turn, request, {}, sent, tuple(edits), None, (), prompt, frozenset(), frozenset(), period
             )
         known = base if base is not None and base.noted else None
         comparison = compare(known, prompt, messages) if known else None
-        shown = {message.original for message in prompt.messages if not message.forgets}
-        forgotten = frozenset(message.original for message in prompt.messages if message.forgets) - shown
+        forgets = {idx for idx, cover in prompt.covers.items() if cover.mode is Mode.FORGET}
+        shown = {original for idx, original in enumerate(prompt.originals) if idx not in forgets}
+        forgotten = frozenset(prompt.originals) - shown
         note, purged = self._note(turn, known, comparison, forgotten)
         if self._tokenizer is not None and known and rendered and note.mode == "amortize":
             # Without a plan, or a server that tokenizes, the note leaves the diff to the server.
             with suppress(PlanError, RenderError, SpliceTransportError):
-                plan = plan_on_client(self._tokenizer, rendered, new_body)
+                plan = plan_on_client(
+                    self._tokenizer, rendered, {**request, "messages": [message.raw for message in sent]}
+                )
                 note = note.model_copy(
                     update={"directives": plan.directives, "base_len": plan.base_len, "base_hash": plan.base_hash}
                 )
         amortized = comparison.edited if comparison and note.mode == "amortize" else frozenset()
         with self._lock:
             self._ledger.send(turn, amortized=amortized, shown=shown, purged=purged)
-        new_body["custom_params"] = {**(body.get("custom_params") or {}), NOTE_KEY: note_json(note)}
+        request["custom_params"] = {**(body.get("custom_params") or {}), NOTE_KEY: note_json(note)}
         return PreparedTurn(
             turn=turn,
-            body=new_body,
+            request=request,
             headers={ROUTING_HEADER: self.routing_key},
-            messages=tuple(sent),
+            messages=sent,
             edits=tuple(edits),
             note=note,
             unexplained=comparison.unexplained if comparison else (),
@@ -287,9 +293,9 @@ class Conversation:
             known = noted and prepared.period == self._period
             prompt = prepared.prompt if held is None else held.prompt
             base = self._base = AnsweredTurn(prepared.turn, known, prompt, AnswerDigest.of(message))
-            if self._counts is not None and usage is not None and prepared.body.get("n") in (None, 1):
+            if self._counts is not None and usage is not None and prepared.request.get("n") in (None, 1):
                 total = usage.prompt_tokens + usage.completion_tokens
-                self._counts.add([message.original for message in prompt.messages], base.answer, total)
+                self._counts.add(prompt.originals, base.answer, total)
             if self._tokenizer is not None:
                 num_ids = usage.prompt_tokens + usage.completion_tokens if usage else None
                 self._base_rendered = RenderedFrom(prepared.body, message.to_openai(), num_ids)

@@ -7,10 +7,11 @@ import hmac
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from leyline_agent.answered_prompts import MAX_VANISHED, AnsweredPrompts, prompt_points
 from leyline_agent.conversation import Conversation, PolicyLike
 from leyline_agent.core.messages import Message, messages_from_openai
 from leyline_agent.digests import AnswerDigest, AnsweredTurn, goes_on
@@ -20,8 +21,6 @@ from leyline_agent.policy.schema import Policy
 _MAX_BRANCHES = 8
 """Conversations of one place; a further branch takes over the one that was left alone for longest."""
 _MAX_TIPS = 32
-_MAX_VANISHED = 3
-"""How many messages at the end of a prompt without a thread id may be gone when its answer follows."""
 
 
 class Place(NamedTuple):
@@ -74,40 +73,25 @@ class _Anonymous:
     """The conversations without a thread id, found by the digests of what they answered. Its user holds a lock."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, tuple[Conversation, tuple[tuple[bytes, str], ...]]] = OrderedDict()
-        # By a prompt's point and what its answer said; the last kept is the last.
-        self._at: dict[tuple[bytes, str], dict[str, Conversation]] = {}
-
-    def find(self, messages: Sequence[Message], points: Sequence[bytes]) -> Conversation | None:
-        """Return the one that the messages go on from with most of them; `points` are theirs."""
-        for idx in range(len(messages) - 1, 0, -1):
-            there = self._at.get((points[idx], AnswerDigest.of(messages[idx]).said), {})
-            for conversation in reversed(there.values()):
-                if conversation.base is not None and conversation.base.answer.matches(messages[idx]):
-                    return conversation
-        return None
+        self._kept: OrderedDict[str, tuple[list[bytes], AnswerDigest]] = OrderedDict()
+        self.prompts: AnsweredPrompts[Conversation] = AnsweredPrompts()
 
     def keep(self, conversation: Conversation, most: int) -> None:
         """Keep a conversation where it stands now, as the last used of at most so many."""
         self._drop(conversation.id)
         base = conversation.base
-        keys: tuple[tuple[bytes, str], ...] = ()
-        if base is not None:
-            points = list(_points([message.original for message in base.prompt.messages]))
-            keys = tuple((point, base.answer.said) for point in points[max(1, len(points) - 1 - _MAX_VANISHED) :])
-        self._kept[conversation.id] = conversation, keys
-        for key in keys:
-            self._at.setdefault(key, {})[conversation.id] = conversation
+        if base is None:
+            return
+        points = prompt_points(base.prompt.originals)
+        points = points[max(1, len(points) - 1 - MAX_VANISHED) :]
+        self._kept[conversation.id] = points, base.answer
+        self.prompts.add(points, base.answer, conversation.id, conversation)
         while len(self._kept) > most:
             self._drop(next(iter(self._kept)))
 
     def _drop(self, conversation_id: str) -> None:
-        if conversation_id not in self._kept:
-            return
-        for key in self._kept.pop(conversation_id)[1]:
-            del self._at[key][conversation_id]
-            if not self._at[key]:
-                del self._at[key]
+        if conversation_id in self._kept:
+            self.prompts.remove(*self._kept.pop(conversation_id), conversation_id)
 
 
 class ConversationPool:
@@ -164,14 +148,14 @@ class ConversationPool:
         answered turn is gone on from that is not its conversation's last, another branch lives beside this one. It
         gets a conversation of its own, so that two branches do not prefill each other's turns away.
         """
-        digests = [message.digest() for message in messages]
+        digests = tuple([message.digest() for message in messages])
         with self._lock:
             thread = self._thread(thread_id)
             branches = thread.places.setdefault(place, _Branches())
             tips = [tip for tip in branches.tips if goes_on(tip.turn, messages, digests)]
             held = branches.conversations
             # The same turn may have been answered twice, as LangGraph does it after an interrupt.
-            last = max(tips, key=lambda tip: (len(tip.turn.prompt.messages), tip.is_base)) if tips else None
+            last = max(tips, key=lambda tip: (len(tip.turn.prompt.originals), tip.is_base)) if tips else None
             if not held or (last is not None and not last.is_base and len(held) < _MAX_BRANCHES):
                 found = self._of_place(thread_id, thread, place, len(held))
             elif last is None:
@@ -199,22 +183,22 @@ class ConversationPool:
             turn: what the commit returned.
             conversation: whose turn it is.
         """
-        digests = [message.digest() for message in messages]
+        digests = tuple([message.digest() for message in messages])
         with self._lock:
             branches = self._thread(thread_id).places.setdefault(place, _Branches())
             left = [tip for tip in branches.tips if not goes_on(tip.turn, messages, digests)]
             branches.tips = [*left, _Tip(turn, conversation)][-_MAX_TIPS:]
 
-    def of_messages(self, messages: Sequence[Mapping[str, Any]]) -> Conversation:
+    def of_messages(self, messages: Sequence[Mapping[str, Any] | Message]) -> Conversation:
         """Return the conversation without a thread id whose last answered turn these messages go on from, or a new one.
 
         Up to three messages at the end of that turn's prompt may be gone. A new one is kept by `keep`, once it has an
         answer.
         """
-        parsed: list[Message] = messages_from_openai(messages)
-        points = list(_points([message.digest() for message in parsed]))
+        parsed = messages_from_openai(messages)
+        points = prompt_points([message.digest() for message in parsed])
         with self._lock:
-            found = self._anonymous.find(parsed, points)
+            found = self._anonymous.prompts.find(points, parsed)
         return found or Conversation(self._policy, **self._options)
 
     def keep(self, conversation: Conversation) -> None:
@@ -259,12 +243,3 @@ class ConversationPool:
             return None
         # Another hash than `Conversation.for_thread`, so that no thread id there gives an id of ours.
         return hmac.digest(self._key, json.dumps(["leyline-pool", *parts]).encode(), hashlib.sha512).hex()[:64]
-
-
-def _points(digests: Sequence[str]) -> Iterator[bytes]:
-    """Return for each number of messages, from 0 on, what stands for that many of them."""
-    point = b""
-    yield point
-    for digest in digests:
-        point = hashlib.sha256(point + digest.encode()).digest()
-        yield point

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 from leyline_agent.core.edits import Edit
 from leyline_agent.core.messages import Message, ToolCall
@@ -39,22 +40,23 @@ PROMPT_ARGUMENTS = (
 """Fields of a chat request, besides its messages, on which the prompt's ids or their KV may depend."""
 
 
-@dataclass(frozen=True, slots=True)
-class MessageDigest:
-    """One message of the caller's list: as it was, and what an edit made of it."""
+class Cover(NamedTuple):
+    """The edit that stands in a message's place."""
 
-    original: str
-    cover: str | None
-    """Digest of the edit that stands in its place; None where it was sent as it was."""
-    forgets: bool
+    mode: Mode
+    replacement: tuple[str, ...]
+    """Digests of what it put there."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptDigest:
     """Everything that a prompt was rendered from."""
 
-    messages: tuple[MessageDigest, ...]
-    insertions: frozenset[str]
+    originals: tuple[str, ...]
+    """The messages of the caller's list as they were."""
+    covers: Mapping[int, Cover]
+    """By index: of those that were not sent as they were."""
+    insertions: frozenset[Cover]
     """Edits that put messages between others and cover none."""
     arguments: Mapping[str, str]
 
@@ -121,20 +123,21 @@ class Comparison:
 
 def digest_prompt(messages: Sequence[Message], edits: Sequence[Edit], body: Mapping[str, Any]) -> PromptDigest:
     """Take the digests of a chat request: `messages` as the caller has them, `edits` as they are carried out."""
-    originals = [message.digest() for message in messages]
-    covers: dict[int, tuple[str, bool]] = {}
-    insertions: set[str] = set()
+    originals = tuple([message.digest() for message in messages])
+    covers: dict[int, Cover] = {}
+    insertions: set[Cover] = set()
     for edit in edits:
-        replacement = [message.digest() for message in edit.replacement]
+        replacement = tuple([message.digest() for message in edit.replacement])
         if replacement == originals[edit.start : edit.end]:
             continue
-        cover = _digest([edit.mode, replacement])
+        cover = Cover(edit.mode, replacement)
         if edit.start == edit.end:
             insertions.add(cover)
         for idx in range(edit.start, edit.end):
-            covers[idx] = (cover, edit.mode is Mode.FORGET)
+            covers[idx] = cover
     return PromptDigest(
-        tuple(MessageDigest(original, *covers.get(idx, (None, False))) for idx, original in enumerate(originals)),
+        originals,
+        covers,
         frozenset(insertions),
         {name: _digest(body[name]) for name in PROMPT_ARGUMENTS if body.get(name) is not None},
     )
@@ -146,61 +149,54 @@ def compare(base: AnsweredTurn, prompt: PromptDigest, messages: Sequence[Message
     The caller's list is expected to go on as the base's did, then the answer, then what is new. Messages at the end
     of the base that are gone while the answer follows (a reminder, a clock) count as dropped by an edit.
     """
-    old, new = base.prompt.messages, prompt.messages
-    unexplained = [
-        f"{name} changed" for name in PROMPT_ARGUMENTS if base.prompt.arguments.get(name) != prompt.arguments.get(name)
-    ]
-    common = _num_common(old, [message.original for message in new])
-    answered = common < len(new) and base.answer.matches(messages[common])
+    old, new = base.prompt, prompt
+    unexplained = [f"{name} changed" for name in PROMPT_ARGUMENTS if old.arguments.get(name) != new.arguments.get(name)]
+    common = _num_common(old.originals, new.originals)
+    answered = common < len(new.originals) and base.answer.matches(messages[common])
     lost: set[str] = set()
     if not answered:
-        what = f"message {common}" if common < len(old) else "the answer"
+        what = f"message {common}" if common < len(old.originals) else "the answer"
         unexplained.append(f"{what} changed, or is gone")
-        lost.update(Counter(m.original for m in old) - Counter(m.original for m in new))
-    for idx in range(common):
-        if old[idx].cover is not None and new[idx].cover is None:
+        lost.update(Counter(old.originals) - Counter(new.originals))
+    for idx in sorted(old.covers.keys() - new.covers.keys()):
+        if idx < common:
             unexplained.append(f"the edit of message {idx} was undone")
-            lost.add(old[idx].original)
-    if base.prompt.insertions - prompt.insertions:
+            lost.add(old.originals[idx])
+    if old.insertions - new.insertions:
         unexplained.append("an inserted message is gone")
-    edited = {
-        idx
-        for idx, message in enumerate(new)
-        if message.cover is not None and not (idx < common and old[idx].cover == message.cover)
-    }
+    edited = {idx for idx, cover in new.covers.items() if idx >= common or old.covers.get(idx) != cover}
     num_known = common + 1 if answered else common
     changed = (
         bool(unexplained)
-        or common < len(old)
-        or base.prompt.insertions != prompt.insertions
+        or common < len(old.originals)
+        or old.insertions != new.insertions
         or any(idx < num_known for idx in edited)
     )
     answer_is_kept = answered and common not in edited
     return Comparison(
         unexplained=tuple(unexplained),
         lost=frozenset(lost),
-        edited=frozenset(new[idx].original for idx in edited),
-        newly_forgotten=frozenset(new[idx].original for idx in edited if idx < num_known and new[idx].forgets),
+        edited=frozenset(new.originals[idx] for idx in edited),
+        newly_forgotten=frozenset(
+            new.originals[idx] for idx in edited if idx < num_known and new.covers[idx].mode is Mode.FORGET
+        ),
         by_template="all" if not changed else "answer" if answer_is_kept else "none",
     )
 
 
-def goes_on(base: AnsweredTurn, messages: Sequence[Message], digests: Sequence[str] | None = None) -> bool:
+def goes_on(base: AnsweredTurn, messages: Sequence[Message], digests: tuple[str, ...] | None = None) -> bool:
     """Tell whether a message list has the base's messages, less some at their end, then its answer.
 
     `digests` are those of the messages, for who asks of many bases.
     """
-    common = _num_common(base.prompt.messages, digests or (message.digest() for message in messages))
+    common = _num_common(base.prompt.originals, digests or tuple(message.digest() for message in messages))
     return 0 < common < len(messages) and base.answer.matches(messages[common])
 
 
-def _num_common(old: Sequence[MessageDigest], new: Iterable[str]) -> int:
-    common = 0
-    for message, original in zip(old, new, strict=False):
-        if message.original != original:
-            break
-        common += 1
-    return common
+def _num_common(old: tuple[str, ...], new: tuple[str, ...]) -> int:
+    if new[: len(old)] == old:
+        return len(old)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(old, new, strict=False)))
 
 
 def _canonical_arguments(call: ToolCall) -> str:
@@ -211,4 +207,8 @@ def _canonical_arguments(call: ToolCall) -> str:
 
 
 def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(_SORTED.encode(value).encode()).hexdigest()
+
+
+# `json.dumps` would make one each time.
+_SORTED = json.JSONEncoder(sort_keys=True, default=str)

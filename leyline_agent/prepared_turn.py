@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from leyline_agent.core.edits import Edit
@@ -12,13 +14,13 @@ from leyline_agent.digests import PromptDigest
 from leyline_agent.telemetry import ByTemplate
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PreparedTurn:
     """A request that is ready to send, and what `Conversation.commit` needs to know of it."""
 
     turn: str
-    body: dict[str, Any]
-    """The caller's request with the edited messages and the note."""
+    request: Mapping[str, Any]
+    """As `body`, with `messages` for its messages."""
     headers: dict[str, str]
     """To be sent with it; empty where there is no note."""
     messages: tuple[Message, ...]
@@ -37,6 +39,11 @@ class PreparedTurn:
     """How often the conversation had been released before."""
     by_template: ByTemplate = "none"
     """Which differences from the last answered turn the chat template is behind."""
+
+    @cached_property
+    def body(self) -> dict[str, Any]:
+        """The caller's request with the edited messages and the note. Made when asked for; the reader's own."""
+        return {**self.request, "messages": [message.to_openai() for message in self.messages]}
 
     def openai_arguments(self) -> dict[str, Any]:
         """Return the request as keyword arguments of the `openai` package's `chat.completions.create`.

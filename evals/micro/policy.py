@@ -3,9 +3,9 @@
 One row for each policy and length. `edit_ms` is `PolicyRun.apply` for an agent that goes on from its last turn: to see
 that it does, to count what is new, to ask each rule, and to make the edits. `replay_ms` is the same from scratch, as
 after a restart: every request of the history is gone through. `prepare_ms` is all that a client does of such a turn,
-`Conversation.prepare`: copies and digests of each message, edits, note. `count_ms` is counting one new turn. Before a
-row is timed both ways are compared, so that no wrong edit has a time. A turn that edits hundreds of messages at once is
-a case of `evals.micro.plan`.
+`Conversation.prepare` and the body to send: new messages copied and digested, edits, note. `count_ms` is counting one
+new turn. Before a row is timed both ways are compared, so that no wrong edit has a time. A turn that edits hundreds of
+messages at once is a case of `evals.micro.plan`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def measure(policy_name: str, num_messages: int, *, repeats: int) -> dict[str, A
         edit_ms.append((time.perf_counter() - start) * 1e3)
         body = {"messages": [message.to_openai() for message in prefix]}
         start = time.perf_counter()
-        conversation.prepare(body)
+        conversation.prepare(body).openai_arguments()
         prepare_ms.append((time.perf_counter() - start) * 1e3)
     start = time.perf_counter()
     replayed = apply_policy(policy, history[: points[-1]])

@@ -87,7 +87,7 @@ class Status(StrEnum):
     UNCHANGED = "unchanged"
     """Nothing to do: a first turn, or a prompt that only grew."""
     REPREFILL = "reprefill"
-    """The note asked for it, a `forget` left nothing to splice, or it is cheaper than a splice (`reason` is `gated`)."""
+    """The note asked for it, a `forget` left nothing to splice, or the server finds it cheaper (`reason`: `gated`)."""
     REFUSED = "refused"
     """Nothing was carried out; `reason` tells why. The prompt was prefilled as on any server."""
 

@@ -30,9 +30,9 @@ from leyline_agent.core.messages import Message, messages_from_openai
 from leyline_agent.core.protocol import OUTCOME_HEADER, ROUTING_HEADER, Outcome
 from leyline_agent.digests import AnsweredTurn
 from leyline_agent.integrations.langchain_messages import apply_edits_to_langchain, to_openai
-from leyline_agent.integrations.noted_servers import NotedServers
 from leyline_agent.integrations.openai_client import Heard, listening, server_of
 from leyline_agent.integrations.persist import persist_edits
+from leyline_agent.noted_server import NotedServer
 from leyline_agent.prepared_turn import PreparedTurn
 from leyline_agent.telemetry import Attribute, Usage, raise_fallback, turn_attributes
 
@@ -70,9 +70,9 @@ class ChatRequest:
                 return source[name]
         return getattr(model, "model_name" if name == "model" else name, None)
 
-    def body(self, chat_dicts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the fields of the chat request that a conversation looks at."""
-        body = {**(self.setting("extra_body") or {}), "model": self.setting("model"), "messages": chat_dicts}
+    def body(self, messages: Sequence[Message]) -> dict[str, Any]:
+        """Return the fields of the chat request that a conversation looks at; `messages` are the request's."""
+        body = {**(self.setting("extra_body") or {}), "model": self.setting("model"), "messages": messages}
         for name in _BODY_SETTINGS:
             if (value := self.setting(name)) is not None:
                 body[name] = [convert_to_openai_tool(tool) for tool in value] if name == "tools" else value
@@ -99,9 +99,8 @@ class Call:
     """The one whose conversation it is; None where there is none that could be sent a note."""
     takes_note: bool
     """Whether to send it one now."""
-    chat_dicts: list[dict[str, Any]]
     messages: list[Message]
-    """The same, parsed."""
+    """The request's, parsed."""
     body: dict[str, Any]
     conversation: Conversation
 
@@ -153,8 +152,8 @@ class ChatTurn:
         Raises:
             openai.APIStatusError: the error as it came, where it is about something else.
         """
-        # A server that gives an outcome knows the field.
-        if not self.settings or isinstance(error, ContextOverflowError) or OUTCOME_HEADER in error.response.headers:
+        server = self._begun[0].server if self._begun is not None and self.settings else None
+        if server is None or isinstance(error, ContextOverflowError) or not self._turns.may_be_refused(server, error):
             raise error
         return replace(self, settings={}, _is_resent=True)
 
@@ -194,7 +193,7 @@ class ChatTurn:
     ) -> Finished:
         finished, held = Finished(), None
         if state_ids is not None:
-            finished.updates, held = persist_edits(call.request.messages, call.chat_dicts, prepared, state_ids)
+            finished.updates, held = persist_edits(call.request.messages, call.messages, prepared, state_ids)
         if call.server is None or not call.takes_note:
             return finished
         if self._is_resent:
@@ -225,7 +224,7 @@ class ChatTurns:
 
     def __init__(self, pool: ConversationPool, *, strict: bool) -> None:
         self._pool, self._strict = pool, strict
-        self._servers = NotedServers()
+        self._servers: dict[str, NotedServer] = {}
         self._said: set[str] = set()
 
     def begin(self, request: ChatRequest, caller: Caller) -> ChatTurn:
@@ -264,18 +263,24 @@ class ChatTurns:
 
     def refused(self, server: str) -> None:
         """Take note of a server that has refused a note and answered without it."""
-        if self._servers.refused(server):
+        if self._server(server).add_refused():
             self._say_once(
                 f"refused {server}",
                 f"{server} refuses requests with a note; for ten minutes it gets edited prompts without one",
             )
 
+    def may_be_refused(self, server: str, error: openai.APIStatusError) -> bool:
+        """Tell whether a server's error may be about the note."""
+        if OUTCOME_HEADER not in error.response.headers:
+            return self._server(server).may_be_refused(str(error).encode())
+        self._server(server).add_taken(has_outcome=True)
+        return False
+
     def heard(self, server: str, *, has_outcome: bool) -> None:
         """Take note of an answer to a note."""
-        if has_outcome:
-            self._servers.spoke(server)
         # With `strict`, each answer without an outcome raises, and is to go on doing so.
-        elif not self._strict and self._servers.was_silent(server):
+        counts = has_outcome or not self._strict
+        if self._server(server).add_taken(has_outcome=has_outcome if counts else None):
             # The conversation has warned of it.
             logger.info("%s has never answered a note with an outcome; it gets none for ten minutes", server)
 
@@ -293,16 +298,15 @@ class ChatTurns:
         return ChatTurn(list(request.messages), {}, self, None)
 
     def _call(self, request: ChatRequest, caller: Caller) -> Call:
-        chat_dicts = to_openai(request.messages)
-        body = request.body(chat_dicts)
+        messages = messages_from_openai(to_openai(request.messages))
+        body = request.body(messages)
         server = request.server(body)
-        takes_note = server is not None and self._servers.takes_notes(server)
-        messages = messages_from_openai(chat_dicts)
+        takes_note = server is not None and self._server(server).takes_notes
         if caller.thread_id is None:
-            conversation = self._pool.of_messages(chat_dicts)
+            conversation = self._pool.of_messages(messages)
         else:
             conversation = self._pool.of_call(caller.thread_id, Place(caller.node, server or ""), messages)
-        return Call(request, caller, server, takes_note, chat_dicts, messages, body, conversation)
+        return Call(request, caller, server, takes_note, messages, body, conversation)
 
     def _turn(self, call: Call, prepared: PreparedTurn) -> ChatTurn:
         request = call.request
@@ -311,7 +315,7 @@ class ChatTurns:
             settings = {
                 "extra_body": {
                     **(request.setting("extra_body") or {}),
-                    "custom_params": prepared.body["custom_params"],
+                    "custom_params": prepared.request["custom_params"],
                 },
                 "extra_headers": {**(request.setting("extra_headers") or {}), **prepared.headers},
             }
@@ -322,8 +326,11 @@ class ChatTurns:
                 f"got a {name}, expected a chat model that asks an SGLang server for chat completions through an "
                 "OpenAI-style client: its prompts are edited all the same, and prefilled again from each edit on",
             )
-        messages = apply_edits_to_langchain(request.messages, call.chat_dicts, prepared.edits)
+        messages = apply_edits_to_langchain(request.messages, call.messages, prepared.edits)
         return ChatTurn(messages, settings, self, (call, prepared))
+
+    def _server(self, server: str) -> NotedServer:
+        return self._servers.setdefault(server, NotedServer())
 
     def _say_once(self, about: str, text: str) -> None:
         if about not in self._said:

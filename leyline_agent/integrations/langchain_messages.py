@@ -21,32 +21,29 @@ def to_openai(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
 
 
 def apply_edits_to_langchain(
-    messages: Sequence[BaseMessage], chat_dicts: Sequence[dict[str, Any]], edits: Sequence[Edit]
+    messages: Sequence[BaseMessage], parsed: Sequence[Message], edits: Sequence[Edit]
 ) -> list[BaseMessage]:
     """Return a new list with the edits carried out. Messages that are edited are copies, the rest are the same objects.
 
     Args:
         messages: what the edits are to be made of.
-        chat_dicts: the same messages as `to_openai` gave them.
+        parsed: the same messages, by way of `to_openai`.
         edits: sorted and disjoint.
     """
     edited: list[BaseMessage] = []
     at = 0
     for edit in edits:
         edited.extend(messages[at : edit.start])
-        edited.extend(edited_messages(messages, chat_dicts, edit))
+        edited.extend(edited_messages(messages, parsed, edit))
         at = edit.end
     edited.extend(messages[at:])
     return edited
 
 
-def edited_messages(
-    messages: Sequence[BaseMessage], chat_dicts: Sequence[dict[str, Any]], edit: Edit
-) -> list[BaseMessage]:
+def edited_messages(messages: Sequence[BaseMessage], parsed: Sequence[Message], edit: Edit) -> list[BaseMessage]:
     """Return what an edit puts in the place of messages."""
     if edit.end - edit.start == 1 and len(edit.replacement) == 1:
-        original = Message.from_openai(chat_dicts[edit.start])
-        return [_replaced(messages[edit.start], original, edit.replacement[0])]
+        return [_replaced(messages[edit.start], parsed[edit.start], edit.replacement[0])]
     return convert_to_messages([message.to_openai() for message in edit.replacement])
 
 

@@ -6,7 +6,7 @@ their own stubs alone, so the history that comes back next turn is not edited ag
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from langchain_core.messages import AIMessage, BaseMessage, RemoveMessage, ToolMessage
@@ -20,7 +20,7 @@ from leyline_agent.prepared_turn import PreparedTurn
 
 def persist_edits(
     messages: Sequence[BaseMessage],
-    chat_dicts: Sequence[dict[str, Any]],
+    parsed: Sequence[Message],
     prepared: PreparedTurn,
     state_ids: frozenset[str],
 ) -> tuple[list[BaseMessage], HeldPrompt]:
@@ -30,32 +30,31 @@ def persist_edits(
 
     Args:
         messages: what the edits were made of.
-        chat_dicts: the same as chat dicts.
+        parsed: the same, as the edits know them.
         prepared: the turn with the edits.
         state_ids: ids of the messages in the state.
     """
     updates: list[BaseMessage] = []
-    held: list[Mapping[str, Any]] = []
+    held: list[Message] = []
     left: list[Edit] = []
     renamed: dict[str, str] = {}
     at = 0
     for edit in prepared.edits:
-        held.extend(chat_dicts[at : edit.start])
+        held.extend(parsed[at : edit.start])
         at = edit.end
         originals = messages[edit.start : edit.end]
         if not originals or any(message.id not in state_ids for message in originals):
             left.append(Edit(len(held), len(held) + len(originals), edit.replacement, edit.mode, edit.rule))
-            held.extend(chat_dicts[edit.start : edit.end])
+            held.extend(parsed[edit.start : edit.end])
             continue
-        written = [_settled(new, originals[0]) for new in edited_messages(messages, chat_dicts, edit)]
+        written = [_settled(new, originals[0]) for new in edited_messages(messages, parsed, edit)]
         updates += written
         updates += [RemoveMessage(id=str(message.id)) for message in originals[len(written) :]]
-        held.extend(to_openai(written))
+        held.extend(messages_from_openai(to_openai(written)))
         if written:
-            now = Message.from_openai(held[-1]).digest()
-            renamed |= {Message.from_openai(gone).digest(): now for gone in chat_dicts[edit.start : edit.end]}
-    held.extend(chat_dicts[at:])
-    return updates, HeldPrompt(digest_prompt(messages_from_openai(held), left, prepared.body), renamed)
+            renamed |= {gone.digest(): held[-1].digest() for gone in parsed[edit.start : edit.end]}
+    held.extend(parsed[at:])
+    return updates, HeldPrompt(digest_prompt(held, left, prepared.request), renamed)
 
 
 def _settled(new: BaseMessage, original: BaseMessage) -> BaseMessage:

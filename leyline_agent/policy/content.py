@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from leyline_agent.core.messages import Message, ToolCall
+from leyline_agent.core.messages import ToolCall, tool_calls_of
 
 Raw = Mapping[str, Any]
 
@@ -22,8 +21,7 @@ _NO_OTHER_BLOCKS = REASONING_BLOCKS | {"text", "tool_use"}
 _THINK_START, _THINK_END = "<think>", "</think>"
 
 
-@dataclass(frozen=True, slots=True)
-class RawCall:
+class RawCall(NamedTuple):
     """One call of an assistant message, with the entries of the dict that say it.
 
     Some frameworks write a call twice, into `tool_calls` and as a content block; both are entries of the one call.
@@ -100,7 +98,7 @@ def calls_of(raw: Raw) -> list[RawCall]:
 def _views(raw: Raw) -> tuple[ToolCall, ...]:
     """Return what the entries of `tool_calls` say; none where those are no list."""
     entries = raw["tool_calls"]
-    return Message("assistant", raw).tool_calls if isinstance(entries, list | tuple) else ()
+    return tool_calls_of(entries) if isinstance(entries, list | tuple) else ()
 
 
 def with_calls_apart(raw: Raw) -> Raw:

@@ -87,12 +87,15 @@ class Pairing:
         return found
 
     def _find(self, call_id: str | None) -> Call | None:
+        if call_id is not None:
+            # So it is with nearly every result.
+            for call in self._current:
+                if call.id == call_id and not call.result_idxs:
+                    return call
         unanswered = [call for call in self._current if not call.result_idxs]
         if call_id is None:
             return next(iter(unanswered), self._current[-1] if self._current else None)
-        found = next((call for call in unanswered if call.id == call_id), None)
-        if found is None and self._waiting[call_id]:
-            found = self._waiting[call_id][-1]
+        found = self._waiting[call_id][-1] if self._waiting[call_id] else None
         if found is None:
             found = next((call for call in self._current if call.id == call_id), None)
         if found is None:

@@ -10,8 +10,8 @@ from weakref import WeakValueDictionary
 from starlette.types import Receive, Scope, Send
 
 from leyline_agent.core.protocol import CONVERSATION_HEADER, OUTCOME_HEADER
+from leyline_agent.noted_server import RETRY_S, NotedServer
 from leyline_agent.proxy.along import AnswerReader
-from leyline_agent.proxy.notes import RETRY_S, Notes
 from leyline_agent.proxy.relay import relay, send_whole, while_connected
 from leyline_agent.proxy.stats import Stats
 from leyline_agent.proxy.turns import Turn, Turns, UneditedError
@@ -26,8 +26,9 @@ from leyline_agent.proxy.upstream import (
 )
 
 _CREDENTIALS = (b"authorization", b"api-key", b"x-api-key")
-# A shorter request is read and edited within a millisecond or two, about what a thread costs beside the event loop.
-_INLINE_BYTES = 16 << 10
+# A shorter request is read and edited within a millisecond or two, about what a thread costs beside the event loop; one
+# of two thousand empty messages in 14.
+_INLINE_BYTES = 32 << 10
 # They share one interpreter; several, so that a long history does not hold up the short ones behind it.
 _NUM_THREADS = 4
 _UNREAD_REQUEST = (400, 422)
@@ -47,7 +48,7 @@ class Chat:
         self._free_threads = asyncio.Semaphore(_NUM_THREADS)
         # By API key: its long requests are edited one after another, so that those of others find a free thread.
         self._editing: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
-        self.notes = Notes()
+        self.notes = NotedServer()
 
     def close(self) -> None:
         """End the threads."""
@@ -91,7 +92,7 @@ class Chat:
             await relay(response, send, more_headers=unedited_header(reason))
 
     async def _take_turn(self, turn: Turn, path: str, headers: Headers, send: Send) -> None:
-        if not turn.has_note or not self.notes.are_sent:
+        if not turn.has_note or not self.notes.takes_notes:
             if turn.has_note:
                 self._stats.without_note[self.notes.state] += 1
             async with self._upstream.send("POST", path, headers, turn.plain_body) as response:
@@ -150,7 +151,7 @@ class Chat:
             reply = reader.reply()
             has_outcome = None if reply is None else reply.outcome is not None
             if note_was_sent and self.notes.add_taken(has_outcome=has_outcome):
-                words = "the upstream ignores notes: none is sent for %.0f minutes, then a few again"
+                words = "the upstream ignores notes: none is sent for %.0f minutes, then one to see"
                 self._stats.tell_once("notes ignored", words, RETRY_S / 60)
             if reply is None:
                 self._stats.unread_answers += 1

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 from weakref import WeakValueDictionary
 
+from leyline_agent.answered_prompts import MAX_VANISHED, AnsweredPrompts, prompt_points
 from leyline_agent.conversation import Conversation
 from leyline_agent.core.messages import Message
 from leyline_agent.digests import AnswerDigest, PromptDigest
 
-# How many messages of others at the end of a prompt (a reminder, a clock) may be gone when its answer follows.
-_MAX_VANISHED = 3
+# They do not vanish from the end of a prompt, as those of others may.
 _OF_THE_AGENT = ("assistant", "tool", "function")
 
 
@@ -79,8 +79,7 @@ class Recogniser:
         self._tenants: dict[bytes, _Tenant] = {}
         # Those with a name that have a request under way: its first two may come at once.
         self._named: WeakValueDictionary[str, Known] = WeakValueDictionary()
-        # By the digest of a prompt, then by what the answer said: those that an answered turn left there.
-        self._waiting: dict[bytes, dict[str, dict[str, Known]]] = {}
+        self._waiting: AnsweredPrompts[Known] = AnsweredPrompts()
 
     def scope(self, credentials: Sequence[bytes]) -> bytes:
         """Return what stands for an API key."""
@@ -100,17 +99,12 @@ class Recogniser:
 
         It is nobody else's until `keep` or `restore`.
         """
-        points = list(_points(scope, [message.digest() for message in messages]))
+        points = prompt_points([message.digest() for message in messages], scope)
         with self._lock:
-            for idx in range(len(messages) - 1, 0, -1):
-                answers = self._waiting.get(points[idx])
-                if answers is None:
-                    continue
-                said = AnswerDigest.of(messages[idx]).said
-                for known in answers.get(said, {}).values():
-                    if known.answer is not None and known.answer.matches(messages[idx]):
-                        self._unlist(known)
-                        return known
+            known = self._waiting.find(points, messages)
+            if known is not None:
+                self._unlist(known)
+                return known
         conversation_id = self._hmac(b"prefix", scope, secrets.token_bytes(32)).hex()
         return Known(self._make(conversation_id, False), scope, "prefix")
 
@@ -147,27 +141,17 @@ class Recogniser:
     def _points_of(self, scope: bytes, prompt: PromptDigest, roles: Sequence[str]) -> tuple[bytes, ...]:
         """Return the points of a prompt that its answer may follow in the next one."""
         first = len(roles)
-        while first > max(1, len(roles) - _MAX_VANISHED) and roles[first - 1] not in _OF_THE_AGENT:
+        while first > max(1, len(roles) - MAX_VANISHED) and roles[first - 1] not in _OF_THE_AGENT:
             first -= 1
-        return tuple(_points(scope, [message.original for message in prompt.messages]))[first:]
+        return tuple(prompt_points(prompt.originals, scope)[first:])
 
     def _list(self, known: Known) -> None:
-        if known.answer is None:
-            return
-        for point in known.points:
-            self._waiting.setdefault(point, {}).setdefault(known.answer.said, {})[known.conversation.id] = known
+        if known.answer is not None:
+            self._waiting.add(known.points, known.answer, known.conversation.id, known)
 
     def _unlist(self, known: Known) -> None:
-        if known.answer is None:
-            return
-        for point in known.points:
-            answers = self._waiting.get(point, {})
-            there = answers.get(known.answer.said, {})
-            there.pop(known.conversation.id, None)
-            if not there:
-                answers.pop(known.answer.said, None)
-            if not answers:
-                self._waiting.pop(point, None)
+        if known.answer is not None:
+            self._waiting.remove(known.points, known.answer, known.conversation.id)
 
     def _trim(self, tenant: _Tenant) -> Iterator[Known]:
         """Make room for what a tenant has had remembered now."""
@@ -196,12 +180,3 @@ class Recogniser:
         # Each part with its length, so that no two lists of parts are one string.
         text = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
         return hmac.digest(self._key, b"leyline-proxy:" + text, hashlib.sha256)
-
-
-def _points(scope: bytes, digests: Sequence[str]) -> Iterator[bytes]:
-    """Return for each number of messages, from 0 on, what stands for that many of them under an API key."""
-    point = scope
-    yield point
-    for digest in digests:
-        point = hashlib.sha256(point + digest.encode()).digest()
-        yield point

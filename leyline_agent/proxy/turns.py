@@ -56,17 +56,22 @@ class Turn:
     @cached_property
     def noted_body(self) -> bytes:
         """The request to send, with the note."""
-        return _dump(self.prepared.body) if self.has_note else self.plain_body
+        return _dump(self._edited) if self.has_note else self.plain_body
 
     @cached_property
     def plain_body(self) -> bytes:
         """The request to send to a server that takes no note: the client's own bytes, if nothing was edited."""
         if not self.prepared.edits:
             return self.raw
-        body = {name: value for name, value in self.prepared.body.items() if name != "custom_params"}
+        body = {name: value for name, value in self._edited.items() if name != "custom_params"}
         if "custom_params" in self.request:
             body["custom_params"] = self.request["custom_params"]
         return _dump(body)
+
+    @property
+    def _edited(self) -> dict[str, Any]:
+        # Not `prepared.body`, which is a copy for who may change it.
+        return {**self.prepared.request, "messages": [message.raw for message in self.prepared.messages]}
 
 
 class Turns:
@@ -98,7 +103,8 @@ class Turns:
             request, messages = _read(raw)
             scope = self.recogniser.scope(credentials)
             known = self.recogniser.claim(scope, messages) if name is None else self.recogniser.named(scope, name)
-            turn = Turn(known, known.conversation.prepare(request), raw, request)
+            prepared = known.conversation.prepare({**request, "messages": messages})
+            turn = Turn(known, prepared, raw, request)
             # Made here, off the event loop where the request is long.
             turn.noted_body  # noqa: B018
             return turn
@@ -182,7 +188,9 @@ def _read(raw: bytes) -> tuple[dict[str, Any], list[Message]]:
         raise UneditedError("no_messages")
     if len(messages) > _MAX_MESSAGES:
         raise UneditedError("too_many_messages")
-    if not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages):
+    if not all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) and message["role"] for message in messages
+    ):
         raise UneditedError("unreadable_messages")
     if request.get("input_ids") is not None:
         raise UneditedError("input_ids")
@@ -191,7 +199,7 @@ def _read(raw: bytes) -> tuple[dict[str, Any], list[Message]]:
         raise UneditedError("custom_params")
     if params and NOTE_KEY in params:
         raise UneditedError("note_of_the_client")
-    # Not copied: it is read here, and `prepare` takes copies.
+    # Not copied: it was made here, and nobody changes it.
     return request, [Message(message["role"], message) for message in messages]
 
 

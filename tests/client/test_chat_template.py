@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from leyline_agent import RenderError
 from leyline_agent.chat_template import content_format, split_last_answer, template_arguments, template_messages
-from leyline_agent.errors import RenderError
 
 _TEMPLATES = {
     "text": "{% for message in messages %}{{ message.content }}{% endfor %}",

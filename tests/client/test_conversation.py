@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from leyline_agent import Client, Conversation, Policy, SpliceTransportError
+from leyline_agent.core import messages as messages_module
 from leyline_agent.core.protocol import ROUTING_HEADER, Note, Outcome, Reason, Status
 
 Chat = dict[str, Any]
@@ -87,6 +88,38 @@ def test_input_is_not_mutated(agent: Agent) -> None:
     assert body == before
     assert prepared.body["custom_params"]["thinking_budget"] == 5
     assert prepared.body["messages"] is not body["messages"]
+
+
+def test_a_dict_that_is_changed_in_place_is_a_change(spliced_agent: Agent) -> None:
+    spliced_agent.messages[2]["tool_calls"][0]["function"]["arguments"] = '{"path": "another"}'
+    note = spliced_agent.send()
+    assert note.mode == "reprefill"
+    sent = spliced_agent.server.bodies[-1]["messages"]
+    assert sent[2]["tool_calls"][0]["function"]["arguments"] == '{"path": "another"}'
+
+
+def test_what_the_receiver_does_to_a_prepared_request_changes_nothing_of_ours(agent: Agent) -> None:
+    agent.send()
+    agent.send()
+    prepared = agent.conversation.prepare({"messages": agent.messages})
+    expected = copy.deepcopy(prepared.body["messages"])
+    for message in prepared.body["messages"]:
+        message["content"] = "overwritten"
+        for entry in message.get("tool_calls", []):
+            entry["function"]["name"] = "overwritten"
+    assert [message.to_openai() for message in prepared.messages] == expected
+    assert agent.conversation.prepare({"messages": agent.messages}).body["messages"] == expected
+
+
+def test_a_turn_digests_what_is_new_and_nothing_twice(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(5):
+        agent.send()
+    canonical, encoded = messages_module._canonical, []
+    monkeypatch.setattr(messages_module, "_canonical", lambda raw: encoded.append(raw) or canonical(raw))
+    agent.send()
+    # The call and the output that came since, and the stub of the output that became old.
+    assert [raw["role"] for raw in encoded] == ["assistant", "tool", "tool"]
+    assert encoded[2]["content"] == "[gone]"
 
 
 def test_changed_fact_in_the_system_prompt_says_reprefill(spliced_agent: Agent) -> None:

@@ -240,7 +240,7 @@ def test_without_a_thread_id_the_last_used_stay() -> None:
     grown = [_ask_anonymous(pool, [_user(f"{idx}")], "a") for idx in range(3)]
     assert [pool.of_messages([*history, _user("n")]) is one for one, history in grown] == [False, True, True]
     # What is forgotten is not held by the index either.
-    assert len(pool._anonymous._kept) == len(pool._anonymous._at) == 2
+    assert len(pool._anonymous._kept) == len(pool._anonymous.prompts._at) == 2
 
 
 def test_without_a_thread_id_each_message_is_digested_once(

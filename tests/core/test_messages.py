@@ -1,4 +1,5 @@
 import copy
+import json
 
 import pytest
 from hypothesis import given
@@ -122,6 +123,56 @@ def test_digest_tells_messages_apart(changed):
 def test_digest_names_the_type_that_has_no_json_form():
     with pytest.raises(TypeError, match="object"):
         Message.from_openai({"role": "user", "content": object()}).digest()
+
+
+@given(st.lists(chat_dicts, max_size=4), st.lists(chat_dicts, max_size=4), st.integers(0, 4))
+def test_a_list_is_the_same_whatever_is_known_of_an_earlier_one(earlier, later, common):
+    later = copy.deepcopy(earlier[:common]) + later
+    known = messages_from_openai(earlier)
+    for message in known:
+        message.digest()
+    taken, fresh = messages_from_openai(later, known), messages_from_openai(later)
+    assert [json.dumps(message.raw) for message in taken] == [json.dumps(message.raw) for message in fresh]
+    assert [(message.role, message.digest()) for message in taken] == [(m.role, m.digest()) for m in fresh]
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        pytest.param({"x": 1}, {"x": True}, id="true_equals_1"),
+        pytest.param({"x": 1}, {"x": 1.0}, id="1.0_equals_1"),
+        pytest.param({"x": 0.0}, {"x": -0.0}, id="minus_0"),
+        pytest.param({"x": 1, "y": 2}, {"y": 2, "x": 1}, id="another_order"),
+        pytest.param({"x": [1]}, {"x": [2]}, id="changed_within"),
+    ],
+)
+def test_what_only_equals_a_known_message_is_taken_anew(before, now):
+    def message(function):
+        return {"role": "assistant", "tool_calls": [{"function": {"arguments": function}}]}
+
+    taken = messages_from_openai([message(now)], messages_from_openai([message(before)]))
+    assert json.dumps(taken[0].raw) == json.dumps(message(now))
+    assert taken[0].digest() == Message.from_openai(message(now)).digest()
+
+
+def test_a_known_message_is_not_the_dict_that_it_came_from():
+    chat_dict = copy.deepcopy(CALL)
+    known = messages_from_openai([chat_dict])
+    chat_dict["tool_calls"][0]["function"]["name"] = "changed by the caller"
+    assert messages_from_openai([chat_dict], known)[0].tool_calls[0].name == "changed by the caller"
+    assert known[0].to_openai() == CALL
+
+
+def test_a_known_message_is_not_copied_again():
+    known = messages_from_openai([CALL, {"role": "user", "content": "a"}])
+    taken = messages_from_openai([copy.deepcopy(CALL), {"role": "user", "content": "b"}], known)
+    assert taken[0] is known[0]
+    assert taken[1].text == "b"
+
+
+def test_messages_are_taken_as_they_are():
+    message = Message.from_openai(CALL)
+    assert messages_from_openai([message])[0] is message
 
 
 @pytest.mark.parametrize(

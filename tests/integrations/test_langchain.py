@@ -16,7 +16,7 @@ from langgraph.checkpoint.memory import InMemorySaver
 
 from leyline_agent import Policy, UnsupportedServerError
 from leyline_agent.core.edits import Edit
-from leyline_agent.core.messages import Message
+from leyline_agent.core.messages import Message, messages_from_openai
 from leyline_agent.integrations.langchain import LeylineMiddleware
 from leyline_agent.integrations.langchain_messages import apply_edits_to_langchain, to_openai
 
@@ -250,7 +250,7 @@ def test_edits_are_made_on_copies_of_langchain_messages() -> None:
         Edit(3, 4),
         Edit(4, 5, (Message.from_openai(dicts[4]).with_text("[b]"),)),
     ]
-    edited = apply_edits_to_langchain(HISTORY, dicts, edits)
+    edited = apply_edits_to_langchain(HISTORY, messages_from_openai(dicts), edits)
     assert before == HISTORY
     assert edited[0] is HISTORY[0]
     assert edited[1] == HumanMessage("seen", id="h")
@@ -263,4 +263,5 @@ def test_collapse_becomes_a_user_message_and_block_contents_stay_blocks() -> Non
     dicts = to_openai(HISTORY)
     assert dicts[1]["content"] == [{"type": "text", "text": "look"}]
     stub = Message.from_openai({"role": "user", "content": "[1 turn]"})
-    assert apply_edits_to_langchain(HISTORY, dicts, [Edit(2, 5, (stub,))])[2:] == [HumanMessage("[1 turn]")]
+    edited = apply_edits_to_langchain(HISTORY, messages_from_openai(dicts), [Edit(2, 5, (stub,))])
+    assert edited[2:] == [HumanMessage("[1 turn]")]

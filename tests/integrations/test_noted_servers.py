@@ -17,11 +17,11 @@ from langchain_core.runnables import RunnableGenerator
 from langchain_openai import ChatOpenAI
 from langgraph.checkpoint.memory import InMemorySaver
 
-from leyline_agent import Policy, UnsupportedServerError
-from leyline_agent.integrations import chat_turn, noted_servers
+from leyline_agent import ConversationPool, Policy, UnsupportedServerError
+from leyline_agent.integrations import chat_turn
 from leyline_agent.integrations.langchain import LeylineMiddleware
 from leyline_agent.integrations.langgraph import LeylineModel, with_leyline
-from leyline_agent.integrations.noted_servers import NotedServers
+from leyline_agent.noted_server import NotedServer
 
 Make = Callable[..., ChatOpenAI]
 CONFIG: Any = {"configurable": {"thread_id": "t"}}
@@ -32,7 +32,7 @@ ASK = [HumanMessage("q")]
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time in seconds that adapters made from now on go by."""
     now = [0.0]
-    monkeypatch.setattr(chat_turn, "NotedServers", lambda: noted_servers.NotedServers(lambda: now[0]))
+    monkeypatch.setattr(chat_turn, "NotedServer", lambda: NotedServer(lambda: now[0]))
     return now
 
 
@@ -53,11 +53,12 @@ class Refusing:
 
     def __init__(self, server: Any) -> None:
         self.server, self.refuses, self.headers = server, False, {}
+        self.words = "unknown field: custom_params"
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if self.refuses and b"custom_params" in request.content:
             self.server.requests.append(request)
-            return httpx.Response(400, headers=self.headers, json={"message": "transient", "code": 400})
+            return httpx.Response(400, headers=self.headers, json={"message": self.words, "code": 400})
         answered: httpx.Response = self.server(request)
         return answered
 
@@ -168,9 +169,19 @@ def test_with_strict_a_server_without_the_plugin_raises_each_time(server: Any, m
 
 
 def test_servers_are_known_each_by_itself() -> None:
-    servers = NotedServers(lambda: 0.0)
-    assert servers.refused("a")
-    assert (servers.takes_notes("a"), servers.takes_notes("b")) == (False, True)
+    turns = chat_turn.ChatTurns(ConversationPool(), strict=False)
+    turns.refused("a")
+    assert [turns._server(name).takes_notes for name in "ab"] == [False, True]
+
+
+def test_an_error_about_something_else_is_not_asked_again_where_a_note_was_answered(
+    server: Any, refusing: Refusing, model: LeylineModel
+) -> None:
+    ask(model)
+    refusing.refuses, refusing.words = True, "the prompt is too long"
+    with pytest.raises(openai.BadRequestError, match="too long"):
+        ask(model)
+    assert noted(server) == [True, True]
 
 
 UNREADABLE = [HumanMessage([{"type": "file", "url": "http://x/a.pdf"}])]

@@ -14,6 +14,7 @@ from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.graph.message import add_messages
 
 from leyline_agent import Conversation, Policy
+from leyline_agent.core.messages import messages_from_openai
 from leyline_agent.integrations.langchain import LeylineMiddleware
 from leyline_agent.integrations.langchain_messages import to_openai
 from leyline_agent.integrations.langgraph import with_leyline
@@ -41,10 +42,10 @@ class Run:
 
     def ask(self, new: list[BaseMessage]) -> Any:
         self.state += new
-        dicts = to_openai(self.state)
-        prepared = self.conversation.prepare({"messages": dicts})
+        parsed = messages_from_openai(to_openai(self.state))
+        prepared = self.conversation.prepare({"messages": parsed})
         ids = frozenset(str(message.id) for message in self.state)
-        updates, held = persist_edits(self.state, dicts, prepared, ids)
+        updates, held = persist_edits(self.state, parsed, prepared, ids)
         merged: Any = add_messages(self.state, updates)  # type: ignore[arg-type]
         self.state = list(merged)
         # What is sent is what the state holds from now on.
@@ -124,19 +125,19 @@ def test_raw_output_beside_the_stub_goes_and_metadata_stays() -> None:
 
 def test_what_the_state_does_not_hold_is_edited_in_each_request() -> None:
     messages = [*_turn(0), *_turn(1)]
-    dicts = to_openai(messages)
-    prepared = Conversation(parse_policy(_rule('replace: "[x]"', "role: tool"))).prepare({"messages": dicts})
+    parsed = messages_from_openai(to_openai(messages))
+    prepared = Conversation(parse_policy(_rule('replace: "[x]"', "role: tool"))).prepare({"messages": parsed})
     # The first turn was put in by another middleware.
-    updates, held = persist_edits(messages, dicts, prepared, frozenset({"call 1", "tool 1.0"}))
+    updates, held = persist_edits(messages, parsed, prepared, frozenset({"call 1", "tool 1.0"}))
     assert [(message.id, message.content) for message in updates] == [("tool 1.0", "[x]")]
-    assert [bool(message.cover) for message in held.prompt.messages] == [False, True, False, False]
+    assert list(held.prompt.covers) == [1]
 
 
 def test_a_removal_is_asked_of_the_reducer() -> None:
     messages = [HumanMessage("Go.", id="go"), *_turn(0), *_turn(1), AIMessage("so", id="so")]
-    dicts = to_openai(messages)
-    prepared = Conversation(parse_policy(_rule("drop: true", "role: tool"))).prepare({"messages": dicts})
-    updates, _ = persist_edits(messages, dicts, prepared, frozenset(str(message.id) for message in messages))
+    parsed = messages_from_openai(to_openai(messages))
+    prepared = Conversation(parse_policy(_rule("drop: true", "role: tool"))).prepare({"messages": parsed})
+    updates, _ = persist_edits(messages, parsed, prepared, frozenset(str(message.id) for message in messages))
     assert {message.id for message in updates if isinstance(message, RemoveMessage)} == {
         message.id for message in messages[1:5]
     }

@@ -322,7 +322,7 @@ def test_nothing_is_left_of_what_is_forgotten() -> None:
         opening = [{"role": "user", "content": f"opening {idx}"}] * 5
         answered(found, found.claim(b"s", messages_from_openai(opening)), opening)
 
-    assert len(found._waiting) == 3 * 4
+    assert len(found._waiting._at) == 3 * 4
 
 
 def test_a_look_up_asks_no_conversation_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
