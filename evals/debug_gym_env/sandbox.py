@@ -21,6 +21,9 @@ _MAX_FILE_BYTES = 64 << 20
 """Of any file that a command writes, its output included."""
 _MAX_OUTPUT_CHARS = 200_000
 """What is kept of an output: beyond any prompt, yet no danger to memory."""
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/nix/store", "/gnu/store")
+_RESOLVER = "/run/systemd/resolve"
+"""Where /etc/resolv.conf points to on many machines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class Sandbox:
     """How to start a command in `folder`."""
 
     folder: Path
-    """The only one that commands can write to, beside `temporary`."""
+    """The only one that commands can write to, beside `temporary`. In the sandbox little else can be read."""
     temporary: Path
     """Stands for /tmp in the sandbox."""
     is_isolated: bool
@@ -39,24 +42,19 @@ class Sandbox:
         """Return what stands before a command's own words."""
         if not self.is_isolated:
             return []
-        # The system to read; of home folders, which hold keys, the Python that runs this alone.
-        readable = [str(Path(path).resolve()) for path in (sys.prefix, sys.base_prefix)]
-        binds = [part for path in readable for part in ("--ro-bind", path, path)]
-        homes = [part for path in _homes() for part in ("--tmpfs", path)]
         return [
             *("bwrap", "--die-with-parent", "--unshare-all", "--new-session"),
-            *(["--share-net"] if self.network else []),
-            *("--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev"),
-            *homes,
+            *(["--share-net", "--ro-bind-try", _RESOLVER, _RESOLVER] if self.network else []),
+            *("--proc", "/proc", "--dev", "/dev"),
             *("--bind", str(self.temporary), "/tmp"),
-            *binds,
-            *("--bind", str(self.folder), str(self.folder), "--chdir", str(self.folder)),
+            *_readable(),
+            *("--bind", str(self.folder), str(self.folder), "--remount-ro", "/", "--chdir", str(self.folder)),
         ]
 
     def run(self, command: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> tuple[int | None, str]:
         """Return exit code and output, errors last; the code is None where the time was up.
 
-        Everything that the command started ends with it.
+        Everything that the command started ends with it; outside bubblewrap, as far as it stayed in its session.
         """
         limited = ["/bin/bash", "-c", f'ulimit -f {_MAX_FILE_BYTES >> 10}; exec "$@"', "bash", *command]
         # To files: a command that prints without end must not fill the memory, nor one that lives on hold the pipe.
@@ -100,5 +98,23 @@ def isolation_works() -> bool:
         return done.returncode == 0
 
 
-def _homes() -> list[str]:
-    return [path for path in ("/root", "/home", "/run/user") if Path(path).is_dir()]
+@cache
+def _readable() -> tuple[str, ...]:
+    """Return bubblewrap's options for what commands can read: the system, and the Python that runs this.
+
+    No more: home folders hold keys, this project the scripts that solve the tasks, and other runs their solutions.
+    """
+    options: list[str] = []
+    for path in map(Path, _SYSTEM):
+        if path.is_symlink():
+            options += ["--symlink", str(path.readlink()), str(path)]
+        elif path.is_dir():
+            options += ["--ro-bind", str(path), str(path)]
+    # A virtual environment's `python` may be a link to a link, and the environment may be named through one.
+    pythons, link = [Path(sys.prefix), Path(sys.base_prefix)], Path(sys.executable)
+    while link.is_symlink():
+        link = link.parent / link.readlink()
+        pythons.append(link.parent)
+    for path in dict.fromkeys([*pythons, *(path.resolve() for path in pythons)]):
+        options += ["--ro-bind", str(path), str(path)]
+    return tuple(options)

@@ -7,47 +7,51 @@ It is run by its path and imports nothing of this project but what stands beside
 
 from __future__ import annotations
 
-import ast
 import functools
 import json
 import logging
 import os
+import re
 import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
-import xml.etree.ElementTree as ElementTree
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import stand_ins  # noqa: F401 - before debug_gym
 from sandbox import Sandbox
+from scoring import num_passed, tests_of
 
+import debug_gym.gym.terminals.shell_session as shell_session  # isort: skip
 import debug_gym.gym.tools  # noqa: F401 - registers them  # isort: skip
 import debug_gym.llms.openai as gym_openai  # isort: skip
 from debug_gym.agents.froggy_agent import FroggyAgent  # isort: skip
 from debug_gym.gym.envs.mini_nightmare import MiniNightmareEnv  # isort: skip
 from debug_gym.gym.terminals.local import LocalTerminal  # isort: skip
-from debug_gym.gym.terminals.shell_session import ShellSession  # isort: skip
 from debug_gym.gym.tools.tool import ToolCall  # isort: skip
 from debug_gym.gym.tools.toolbox import Toolbox  # isort: skip
 from debug_gym.llms.base import LLMConfig, retry_on_exception  # isort: skip
 from debug_gym.logger import DebugGymLogger  # isort: skip
+from tenacity import stop_after_attempt  # isort: skip
 
 TOOLS = ("bash", "view", "pdb", "edit", "eval", "submit")
 """All but `listdir` and `grep`, which install packages on the host."""
 _SCORING_TOOLS = 2
 """Commands' time limits that one run of the tests may take."""
-_CHECKS = "pristine_checks.py"
+_PDB_STARTS = 3
+"""How often a pdb that ends at once is started."""
 
 
 class _Worker:
-    def __init__(self) -> None:
+    def __init__(self, scratch: Path) -> None:
         self._env: Any = None
         self._codebase = Path()
-        self.scratch = Path(tempfile.gettempdir())
+        self.scratch = scratch
         self._is_isolated = self._network = False
         self._tool_s = 30.0
 
@@ -60,6 +64,9 @@ class _Worker:
         """Begin the episode: return instructions, and tools as debug-gym's own client describes them."""
         MiniNightmareEnv.DATA_PATH = Path(folder)
         self._is_isolated, self._network, self._tool_s = is_isolated, network, tool_s
+        # Else a debugger that says nothing is waited for for five minutes, and one that ends is started thirty times.
+        shell_session.DEFAULT_TIMEOUT = tool_s
+        shell_session.ShellSession.start.retry.stop = stop_after_attempt(_PDB_STARTS)
         # By patching: a workspace asks for this very class, and gives any other one no folder of its own.
         LocalTerminal.run = functools.partialmethod(_run, self)
         LocalTerminal.new_shell_session = functools.partialmethod(_new_session, self)
@@ -74,11 +81,14 @@ class _Worker:
         )
         # debug-gym reads it from pytest's output, and fails where there is none: code that never ends is the agent's
         # mistake, and no error of ours.
-        num_tests = _num_tests(self._codebase / "test.py")
+        num_tests = len(tests_of(self._codebase / "test.py"))
         self._env.calculate_max_score = lambda output: num_tests
         for name in TOOLS:
             self._env.add_tool(Toolbox.get_tool(name))
         info = self._env.reset()
+        # Where no command can run, an agent would fail through no fault of its own.
+        if not re.search(r"\d (passed|failed|error)", output := self._env.last_eval.output):
+            raise RuntimeError(f"pytest does not run in the agent's folder: {output[-300:]}")
         # What an agent that does not reset asks for; debug-gym 1.3.0 calls it `infos` elsewhere.
         self._env.info = info
         return {
@@ -129,15 +139,22 @@ class _Worker:
         return {"messages": messages, "ended": agent.ended, "error": error}
 
     def score(self, runs: int) -> dict[str, Any]:
-        """Run the pristine tests on what the agent made of the code, `runs` times, and count the worst.
+        """Run the pristine tests on what the agent made of the code, `runs` times or until one fails.
 
         What debug-gym itself says is not asked: the agent can overwrite the tests and print `5 passed`.
         """
         workspace = Path(self._env.workspace.working_dir)
+        # What the agent has made unreadable must not keep it from its score.
+        subprocess.run(["chmod", "-R", "u+rwX", str(workspace)], check=False)
         theirs, pristine = workspace / "test.py", self._codebase / "test.py"
         tests_changed = not theirs.is_file() or theirs.read_bytes() != pristine.read_bytes()
-        max_score = _num_tests(pristine)
-        score = min(self._passed(workspace) for _ in range(runs))
+        max_score = score = len(tests_of(pristine))
+        # Another /tmp than the agent's, which it may have filled with what Python or pytest look for at home.
+        with tempfile.TemporaryDirectory(prefix="score-tmp-", dir=self.scratch) as temporary:
+            for _ in range(runs):
+                score = min(score, self._passed(workspace, Path(temporary)))
+                if score < max_score:
+                    break
         solved = score >= max_score
         said = self._env.infos
         return {
@@ -149,7 +166,7 @@ class _Worker:
             "said": {"score": said.score, "max_score": said.max_score, "resolved": bool(said.resolved)},
         }
 
-    def _passed(self, workspace: Path) -> int:
+    def _passed(self, workspace: Path, temporary: Path) -> int:
         """Return how many pristine tests pass, on a copy."""
         with tempfile.TemporaryDirectory(prefix="score-", dir=self.scratch) as name:
             folder = Path(name)
@@ -157,17 +174,13 @@ class _Worker:
             for file in workspace.rglob("*"):
                 if file.is_file() and not file.is_symlink() and _is_solution(file.relative_to(workspace)):
                     target = folder / file.relative_to(workspace)
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(file, target)
-            # The standard library has a package `test`, which would be met first.
-            (folder / "test.py").rename(folder / _CHECKS)
-            sandbox = self.sandbox(folder)
-            report = folder / "report.xml"
-            # The agent's modules stand behind all others, and no file of its own configures or extends pytest.
-            command = [sys.executable, "-P", "-m", "pytest", "-q", "--import-mode=append", "--noconftest"]
-            command += ["-c", os.devnull, f"--rootdir={folder}", "-p", "no:cacheprovider", f"--junitxml={report}"]
-            sandbox.run([*command, _CHECKS], env=_environment(sandbox), timeout_s=_SCORING_TOOLS * self._tool_s)
-            return _num_passed(report)
+                    # A folder may have the name of a file of the task, which stays.
+                    with suppress(FileExistsError, NotADirectoryError):
+                        target.parent.mkdir(parents=True, exist_ok=True)
+                        shutil.copyfile(file, target)
+            sandbox = Sandbox(folder, temporary, self._is_isolated, self._network)
+            passed: int = num_passed(sandbox, _environment(sandbox), timeout_s=_SCORING_TOOLS * self._tool_s)
+            return passed
 
     def close(self) -> None:
         """End the episode."""
@@ -234,10 +247,10 @@ def _run(
     return code == 0, output.strip("\r\n") if strip_output else output
 
 
-def _new_session(terminal: Any, worker: _Worker) -> ShellSession:
+def _new_session(terminal: Any, worker: _Worker) -> Any:
     """Stand for `LocalTerminal.new_shell_session`, for pdb."""
     sandbox = worker.sandbox(Path(terminal.working_dir))
-    session = ShellSession(
+    session = shell_session.ShellSession(
         shell_command=shlex.join([*sandbox.prefix(), *shlex.split(terminal.default_shell_command)]),
         working_dir=terminal.working_dir,
         env_vars=_environment(sandbox),
@@ -263,26 +276,7 @@ def _copy_files(source: Path, target: Path) -> None:
 def _is_solution(file: Path) -> bool:
     """Tell whether a file is the agent's to change: code that is no test; what tests read is no code."""
     is_hidden = any(part.startswith(".") or part == "__pycache__" for part in file.parts)
-    return file.suffix == ".py" and "test" not in file.name and not is_hidden and file.name != _CHECKS
-
-
-def _num_tests(test_file: Path) -> int:
-    """Count the test functions in a file, whatever code it imports."""
-    functions = [node for node in ast.walk(ast.parse(test_file.read_text())) if isinstance(node, ast.FunctionDef)]
-    return sum(function.name.startswith("test") for function in functions)
-
-
-def _num_passed(report: Path) -> int:
-    """Count the tests in pytest's XML that neither failed, erred nor were skipped; 0 where there is none."""
-    if not report.is_file():
-        return 0
-    try:
-        cases = ElementTree.parse(report).getroot().iter("testcase")
-    except ElementTree.ParseError:
-        return 0
-    return sum(
-        case.find("failure") is None and case.find("error") is None and case.find("skipped") is None for case in cases
-    )
+    return file.suffix == ".py" and file.name not in ("test.py", "conftest.py") and not is_hidden
 
 
 def main() -> None:
@@ -290,19 +284,22 @@ def main() -> None:
     # What debug-gym and its libraries print must not stand between the answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    worker = _Worker()
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            answer = {"result": getattr(worker, request.pop("do"))(**request)}
-        except Exception as error:
-            traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-    worker.close()
-    # Whoever asked may have been killed.
-    shutil.rmtree(worker.scratch, ignore_errors=True)
+    # Named, not looked up: where TMPDIR is missing, that would be everybody's /tmp, which is removed below.
+    worker = _Worker(Path(sys.argv[1]))
+    try:
+        for line in sys.stdin:
+            request = json.loads(line)
+            try:
+                answer = {"result": getattr(worker, request.pop("do"))(**request)}
+            except Exception as error:
+                traceback.print_exc()
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()
+    finally:
+        # Whoever asked may have been killed.
+        worker.close()
+        shutil.rmtree(worker.scratch, ignore_errors=True)
 
 
 main()

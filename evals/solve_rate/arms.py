@@ -27,11 +27,6 @@ class Arm:
     policy: Policy | None
     """What edits the history; None in the arm `none`."""
 
-    @property
-    def sends_notes(self) -> bool:
-        """Whether the server is told of edits."""
-        return self.execution in ("splice", "forget")
-
 
 def make_arms(config: Config) -> tuple[Arm, ...]:
     """Return the arms of a config, `none` first.

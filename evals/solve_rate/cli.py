@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from rich.console import Console
 from evals.solve_rate import report_cli
 from evals.solve_rate.config import Config, Serve, load_config, parse_config
 from evals.solve_rate.progress import RunProgress
-from evals.solve_rate.runner import CONFIG_FILE, Stop, run
+from evals.solve_rate.runner import Stop, run
 from leyline_agent.errors import LeylineError
 
 _RUNS = Path("build/solve_rate")
@@ -51,10 +50,8 @@ def run_command(args: argparse.Namespace) -> int:
     folder = args.out or _RUNS / config.name
     console = Console(width=None if sys.stdout.isatty() else 200)
     stop = Stop()
-    if args.fresh and (folder / CONFIG_FILE).is_file():
-        shutil.rmtree(folder)
-    with _stopping(stop), _server(config, console) as url, RunProgress(console, config) as progress:
-        finished = run(config, folder, url, progress, stop)
+    with _stopping(stop, console), _server(config, console) as url, RunProgress(console, config) as progress:
+        finished = run(config, folder, url, progress, stop, fresh=args.fresh)
     if not console.is_terminal:
         console.print(progress.table())
     console.print(f"{folder}; see it with: leyline-eval report {folder}", markup=False, highlight=False, soft_wrap=True)
@@ -73,7 +70,7 @@ def _with_options(config: Config, args: argparse.Namespace) -> Config:
     """Return the config with what the command line says instead."""
     said = config.model_dump(mode="json")
     if args.url is not None:
-        said["server"] |= {"url": args.url.rstrip("/").removesuffix("/v1"), "serve": None}
+        said["server"] |= {"url": args.url, "serve": None}
     if args.serve is not None:
         # With a model of one's own it is a GPU's, unless the config says otherwise.
         serve = config.server.serve or Serve(device="cuda" if args.serve else "cpu")
@@ -111,12 +108,16 @@ def _server(config: Config, console: Console) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _stopping(stop: Stop) -> Iterator[None]:
+def _stopping(stop: Stop, console: Console) -> Iterator[None]:
     """Have the first Ctrl-C, or SIGTERM, break the episodes off, and the second one end the program."""
+    signals: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if stop():
-            raise KeyboardInterrupt
+        signals.append(number)
+        if len(signals) > 1:
+            # Threads that wait for a tool would be waited for. Rows are on the disk, and what we started ends with us.
+            console.show_cursor()
+            os._exit(130)
         stop.set("interrupted")
         print("breaking off; once more to end at once", file=sys.stderr)
 

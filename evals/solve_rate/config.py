@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from evals.mini_tasks import KINDS, LENGTHS
+from evals.mini_tasks import KINDS, LENGTHS, NUM_SEEDS
 from evals.mini_tasks.catalogue import Kind, Length, Split
 from evals.solve_rate.rows import AgentName, Execution, SolveRateError
 
@@ -24,6 +25,17 @@ _NAME = "[A-Za-z0-9._-]+"
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
+Item = TypeVar("Item")
+
+
+def _once(items: tuple[Item, ...]) -> tuple[Item, ...]:
+    if len(set(items)) < len(items):
+        raise ValueError("one is given twice")
+    return items
+
+
+Some = Annotated[tuple[Item, ...], Field(min_length=1), AfterValidator(_once)]
+"""One or more, each once."""
 
 
 class _Part(BaseModel):
@@ -34,7 +46,7 @@ class MiniNightmare(_Part):
     """debug-gym's ten mini_nightmare tasks, in debug-gym itself."""
 
     type: Literal["mini_nightmare"]
-    tasks: Literal["all", "paper"] | tuple[str, ...] = "all"
+    tasks: Literal["all", "paper"] | Some[str] = "all"
     """All ten, the paper's eight, or some by name."""
     folder: Path | None = None
     """The tasks' data; by default `$LEYLINE_MINI_NIGHTMARE`, else what debug-gym downloads."""
@@ -53,8 +65,8 @@ class MiniTasks(_Part):
     """Generated tasks; the seed of an episode is the task's."""
 
     type: Literal["mini_tasks"]
-    kinds: tuple[Kind, ...] = KINDS
-    lengths: tuple[Length, ...] = LENGTHS
+    kinds: Some[Kind] = KINDS
+    lengths: Some[Length] = LENGTHS
     split: Split = "test"
 
 
@@ -70,7 +82,9 @@ class Model(_Part):
     was there. As with a script each prompt is sent."""
     api_key_env: str | None = None
     """Name of the environment variable with the server's key."""
-    temperature: Annotated[float, Field(ge=0)] = 0.0
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    """By default the server's, for SGLang what the model's authors recommend. With 0 the seeds of a mini_nightmare task
+    are one episode over and over."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     max_tokens: Positive = 2048
     """Of one answer."""
@@ -96,11 +110,18 @@ class Serve(_Part):
     """How long it may take until it answers."""
 
 
+def _without_v1(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ValueError("expected an address such as http://127.0.0.1:30000")
+    return url.rstrip("/").removesuffix("/v1")
+
+
 class Server(_Part):
     """Where chat requests go: to a running server, or to one that the run starts."""
 
-    url: str | None = None
-    """Without `/v1`."""
+    url: Annotated[str, AfterValidator(_without_v1)] | None = None
+    """With `/v1` or without."""
     serve: Serve | None = None
     cache_salt: bool = True
     """Give each episode a `cache_salt` of its own, so that none profits from what another has cached. Off for servers
@@ -148,9 +169,9 @@ class Config(_Part):
     version: Literal[1]
     name: Annotated[str, Field(pattern=f"^{_NAME}$")]
     suite: Annotated[MiniNightmare | MiniTasks, Field(discriminator="type")]
-    seeds: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = (0,)
+    seeds: Some[Annotated[int, Field(ge=0)]] = (0,)
     policies: tuple[ArmPolicy | str, ...] = ("keep_last_tool_outputs",)
-    executions: Annotated[tuple[Execution, ...], Field(min_length=1)] = EXECUTIONS
+    executions: Some[Execution] = EXECUTIONS
     """`none` is the arm without a policy; the others are run for each policy."""
     agent: AgentName = "langgraph"
     model: Model = Model()
@@ -170,9 +191,13 @@ class Config(_Part):
             raise ValueError(f"policies: {odd[0]!r} is no name of an arm, expected letters, digits, '.', '_' and '-'")
         if len(set(labels)) < len(labels):
             raise ValueError(f"policies: two are called alike, got {', '.join(labels)}; give them a `name`")
-        for key in ("seeds", "executions"):
-            if len(set(getattr(self, key))) < len(getattr(self, key)):
-                raise ValueError(f"{key}: one is given twice")
+        if self.suite.type == "mini_tasks":
+            if self.model.scripted == "cheating":
+                raise ValueError(
+                    "model.scripted: cheating is for mini_nightmare; mini_tasks have no tests to overwrite"
+                )
+            if max(self.seeds) >= NUM_SEEDS:
+                raise ValueError(f"seeds: got {max(self.seeds)}, and mini_tasks have seeds 0 to {NUM_SEEDS - 1}")
         return self
 
     @property
@@ -204,11 +229,10 @@ def load_config(source: Path | str) -> Config:
         file = shipped
     try:
         read = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
         names = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.yaml")))
-        raise SolveRateError(
-            f"{source}: cannot be read ({error.strerror}); expected a YAML file or one of {names}"
-        ) from error
+        raise SolveRateError(f"{source}: cannot be read ({why}); expected a YAML file or one of {names}") from error
     except yaml.YAMLError as error:
         raise SolveRateError(f"{file}: no YAML: {error}") from error
     return parse_config(read, where=str(file))
@@ -230,6 +254,8 @@ def parse_config(read: Any, *, where: str) -> Config:
 
 def _mistakes(error: ValidationError) -> Iterator[str]:
     for mistake in error.errors(include_url=False):
-        key = ".".join(str(part) for part in mistake["loc"])
+        # Parts with brackets are pydantic's names for the forms that a value may have.
+        key = ".".join(str(part) for part in mistake["loc"] if "[" not in str(part))
+        message = mistake["msg"].removeprefix("Value error, ")
         got = "" if isinstance(mistake["input"], dict) else f", got {mistake['input']!r}"
-        yield f"  {key}: {mistake['msg']}{got}" if key else f"  {mistake['msg'].removeprefix('Value error, ')}"
+        yield f"  {key}: {message}{got}" if key else f"  {message}"

@@ -26,10 +26,12 @@ from evals.solve_rate.config import Config
 from evals.solve_rate.debug_gym_agent import GymAgents, GymFailedError
 from evals.solve_rate.environment import Environment, Score, Suite, Task, TaskEntry
 from evals.solve_rate.langgraph_agent import EpisodeState, StoppedError, run_agent
+from evals.solve_rate.readable_calls import ReadableCalls
 from evals.solve_rate.rows import EpisodeKey, Row, SolveRateError
 from evals.solve_rate.scripted import RecordedScript, Script, ScriptedTransport, make_script
 from evals.solve_rate.stoppable import StoppableTransport
 from evals.solve_rate.transcripts import recorded_messages, transcript_name, write_transcript
+from leyline_agent.core.protocol import NOTE_KEY
 
 _REQUEST_S = 900.0
 _CONTEXT_WORDS = ("context length", "maximum context", "context_length", "longer than the model")
@@ -78,6 +80,7 @@ def run_episode(plan: Plan, run: Run) -> Row:
         return _row(plan, run, started, status="skipped", reason=plan.entry.skip)
     episode = _Episode(plan, run)
     try:
+        episode.begin()
         episode.play()
         status, reason = ("solved" if episode.score and episode.score.solved else "failed"), None
     except StoppedError:
@@ -102,7 +105,7 @@ def run_episode(plan: Plan, run: Run) -> Row:
         seconds=round(episode.seconds, 2),
         ended=None if status == "error" else episode.state.ended,
         **({"score": episode.score.score, "max_score": episode.score.max_score} if episode.score else {}),
-        **sums(episode.exchanges, plan.arm),
+        **sums(episode.exchanges),
     )
     write_transcript(
         run.folder / transcript,
@@ -124,7 +127,7 @@ class _Episode:
         # Another one each time: what an earlier run has cached of the same episode is not this one's.
         name = "/".join([run.config.name, *map(str, plan.key(run.suite))])
         self._salt = f"{name}/{secrets.token_hex(8)}"
-        self.environment: Environment = run.suite.make(plan.entry.name, plan.seed)
+        self.environment: Environment | None = None
         self.exchanges: list[ChatExchange] = []
         self.state = EpisodeState()
         self.task: Task | None = None
@@ -133,13 +136,18 @@ class _Episode:
         self.seconds = 0.0
         self.traceback: str | None = None
 
+    def begin(self) -> None:
+        self.environment = self._run.suite.make(self._plan.entry.name, self._plan.seed)
+        self.task = self.environment.reset()
+
     def play(self) -> None:
         plan, run = self._plan, self._run
-        self.task = self.environment.reset()
+        assert self.environment is not None
         begun = time.monotonic()
         inner: httpx.BaseTransport = StoppableTransport(httpx.HTTPTransport(), run.is_stopped)
         if (script := self._script()) is not None:
             inner = ScriptedTransport(inner, script)
+        inner = ReadableCalls(inner)
         recording = RecordingTransport(inner, strip_note=plan.arm.execution == "reprefill")
         self.exchanges = recording.exchanges
         with httpx.Client(transport=recording, timeout=_REQUEST_S, trust_env=False) as http:
@@ -149,7 +157,7 @@ class _Episode:
                 else:
                     self._play_langgraph(http)
             except openai.BadRequestError as error:
-                if not any(words in str(error).lower() for words in _CONTEXT_WORDS):
+                if not self._is_too_long(str(error)):
                     raise
                 self.state.ended = "context"
             finally:
@@ -157,27 +165,14 @@ class _Episode:
         self.score = self.environment.score()
 
     def close(self) -> None:
-        self.environment.close()
+        if self.environment is not None:
+            self.environment.close()
 
     def _play_langgraph(self, http: httpx.Client) -> None:
         plan, run = self._plan, self._run
+        assert self.environment is not None
         assert self.task is not None
-        settings = request_settings(run.config, self._salt, plan.seed)
-        chat = ChatOpenAI(
-            model=run.model,
-            base_url=f"{run.url}/v1",
-            api_key=SecretStr(api_key(run.config)),
-            temperature=settings.pop("temperature"),
-            top_p=settings.pop("top_p", None),
-            max_completion_tokens=settings.pop("max_tokens"),
-            seed=settings.pop("seed"),
-            extra_body=settings.pop("extra_body") or None,
-            # A script is asked once for each turn.
-            max_retries=0 if _is_scripted(run.config) else 2,
-            streaming=False,
-            http_client=http,
-            use_responses_api=False,
-        )
+        chat = chat_model(run.config, run.url, run.model, self._salt, plan.seed, http)
         try:
             run_agent(
                 chat,
@@ -197,6 +192,7 @@ class _Episode:
     def _play_gym(self, http: httpx.Client) -> None:
         plan, run = self._plan, self._run
         assert run.gym_agents is not None
+        assert self.environment is not None
         settings = request_settings(run.config, self._salt, plan.seed)
         acted = run.gym_agents.play(
             self.environment, plan.arm, http, self._salt, model=run.model, settings=settings, limits=run.config.limits
@@ -207,9 +203,13 @@ class _Episode:
             return
         if run.is_stopped():
             raise StoppedError
-        if not any(words in error.lower() for words in _CONTEXT_WORDS):
+        if not self._is_too_long(error):
             raise GymFailedError(error)
         self.state.ended = "context"
+
+    def _is_too_long(self, error: str) -> bool:
+        """Tell whether the history has outgrown the model. A first prompt that does not fit is the config's mistake."""
+        return bool(self.exchanges) and any(words in error.lower() for words in _CONTEXT_WORDS)
 
     def _script(self) -> Script | None:
         plan, run = self._plan, self._run
@@ -217,7 +217,28 @@ class _Episode:
             return RecordedScript(recorded_messages(run.recorded, plan.key(run.suite)))
         if (name := run.config.model.scripted) is None:
             return None
+        assert self.environment is not None
         return make_script(name, run.suite.script(name, plan.entry.name, self.environment))
+
+
+def chat_model(config: Config, url: str, model: str, salt: str, seed: int, http: httpx.Client) -> ChatOpenAI:
+    """Return the model of an episode's LangGraph agent."""
+    settings = request_settings(config, salt, seed)
+    return ChatOpenAI(
+        model=model,
+        base_url=f"{url}/v1",
+        api_key=SecretStr(api_key(config)),
+        temperature=settings.get("temperature"),
+        top_p=settings.get("top_p"),
+        max_completion_tokens=settings["max_tokens"],
+        seed=settings["seed"],
+        extra_body=settings["extra_body"] or None,
+        # A script is asked once for each turn.
+        max_retries=0 if _is_scripted(config) else 2,
+        streaming=False,
+        http_client=http,
+        use_responses_api=False,
+    )
 
 
 def request_settings(config: Config, salt: str, seed: int) -> dict[str, Any]:
@@ -226,10 +247,9 @@ def request_settings(config: Config, salt: str, seed: int) -> dict[str, Any]:
     extra = dict(model.extra_body)
     if config.server.cache_salt:
         extra["cache_salt"] = salt
-    settings: dict[str, Any] = {"temperature": model.temperature, "max_tokens": model.max_tokens, "seed": seed}
-    if model.top_p is not None:
-        settings["top_p"] = model.top_p
-    return {**settings, "extra_body": extra}
+    said = {"temperature": model.temperature, "top_p": model.top_p}
+    chosen = {key: value for key, value in said.items() if value is not None}
+    return {**chosen, "max_tokens": model.max_tokens, "seed": seed, "extra_body": extra}
 
 
 def api_key(config: Config) -> str:
@@ -246,15 +266,16 @@ def api_key(config: Config) -> str:
     return key
 
 
-def sums(exchanges: Sequence[ChatExchange], arm: Arm) -> dict[str, Any]:
+def sums(exchanges: Sequence[ChatExchange]) -> dict[str, Any]:
     """Return a row's tokens, times and counts of splices."""
     outcomes = [exchange.outcome for exchange in exchanges]
     done = [outcome for outcome in outcomes if outcome is not None]
     prefilled = [outcome.prefilled_tokens if outcome else 0 for outcome in outcomes]
     fallbacks = Counter(
         str((outcome.reason or outcome.status) if outcome else "no_outcome")
-        for outcome in outcomes
-        if arm.sends_notes and (outcome is None or outcome.status in FALLBACK_STATUSES)
+        for exchange, outcome in zip(exchanges, outcomes, strict=True)
+        if NOTE_KEY in (exchange.body.get("custom_params") or {})
+        and (outcome is None or outcome.status in FALLBACK_STATUSES)
     )
     return {
         "turns": len(exchanges),

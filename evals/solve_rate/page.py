@@ -212,7 +212,17 @@ def _rate_table(arms: Sequence[ArmReport]) -> str:
 
 
 def _comparison_table(comparisons: Sequence[Comparison]) -> str:
-    heads = ("arms", "verdict", "points", "95% (tasks)", "p (McNemar)", "adjusted", "pairs", "tasks", "left out")
+    heads = (
+        "arms",
+        "verdict",
+        "points",
+        "95% (tasks)",
+        "McNemar p",
+        "adjusted",
+        "p by signs",
+        "pairs (tasks)",
+        "left out",
+    )
     rows = []
     for each in comparisons:
         found = each.difference
@@ -223,8 +233,8 @@ def _comparison_table(comparisons: Sequence[Comparison]) -> str:
                 "" if found.interval is None else points(found.interval),
                 p_value(found.p_value),
                 p_value(each.adjusted_p_value),
-                str(found.num_pairs),
-                str(found.num_tasks),
+                p_value(found.p_value_of_tasks),
+                f"{found.num_pairs} ({found.num_tasks})",
             )
         rows.append((each.name, each.verdict, *numbers, str(each.left_out)))
     return _table(heads, rows) if rows else ""

@@ -301,9 +301,12 @@ def _pair_up(base: Sequence[Row], other: Sequence[Row]) -> tuple[dict[str, list[
         for rows in (base, other)
     ]
     planned = {(row.task, row.seed, row.repeat) for row in (*base, *other)}
+    # Each seed of the bundled tasks is a task that was generated for it.
+    is_generated = base[0].suite == "mini_tasks"
     pairs: dict[str, list[Pair]] = defaultdict(list)
     for episode in sorted(by_episode[0].keys() & by_episode[1].keys()):
-        pairs[episode[0]].append((by_episode[0][episode], by_episode[1][episode]))
+        task, seed, _ = episode
+        pairs[f"{task} {seed}" if is_generated else task].append((by_episode[0][episode], by_episode[1][episode]))
     return pairs, len(planned) - sum(len(of_task) for of_task in pairs.values())
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -78,6 +79,10 @@ def power(args: argparse.Namespace) -> int:
     given = {"difference": difference, "alpha": args.alpha}
     pairs = planning.pairs_needed(**given, discordance=asked, power=args.power)
     least = planning.pairs_needed(**given, discordance=abs(difference), power=args.power)
+    most = None
+    # More than is computed is no reason to keep back what was asked for.
+    with contextlib.suppress(SolveRateError):
+        most = planning.pairs_needed(**given, discordance=independent, power=args.power)
     answer = {
         "base_rate": base,
         "difference": difference,
@@ -87,7 +92,7 @@ def power(args: argparse.Namespace) -> int:
         "pairs": pairs,
         "episodes": 2 * pairs,
         "pairs_at_least_discordance": least,
-        "pairs_if_arms_are_independent": planning.pairs_needed(**given, discordance=independent, power=args.power),
+        "pairs_if_arms_are_independent": most,
     }
     if args.pairs is not None:
         answer["given_pairs"] = args.pairs
@@ -96,13 +101,15 @@ def power(args: argparse.Namespace) -> int:
     return 0
 
 
-def _power_in_words(answer: dict[str, float]) -> str:
+def _power_in_words(answer: dict[str, Any]) -> str:
+    independent = answer["pairs_if_arms_are_independent"]
+    most = f"more than {planning.MAX_PAIRS:,}" if independent is None else f"{independent:,}"
     lines = [
         f"{answer['base_rate']:.1%} against {answer['base_rate'] + answer['difference']:.1%}, one arm alone solving "
         f"{answer['discordance']:.1%} of the pairs: {answer['pairs']:,} pairs, {answer['episodes']:,} episodes, so "
         f"that McNemar's exact test says p ≤ {answer['alpha']:g} in {answer['power']:.0%} of such runs.",
         f"With the least possible discordance: {answer['pairs_at_least_discordance']:,} pairs. With arms that are "
-        f"independent: {answer['pairs_if_arms_are_independent']:,}.",
+        f"independent: {most}.",
     ]
     if "given_pairs" in answer:
         lines.append(f"{answer['given_pairs']:,} pairs show it in {answer['power_of_given_pairs']:.1%} of runs.")

@@ -76,6 +76,7 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
             "bootstrap_over_tasks_95": None if interval is None else [interval.low, interval.high],
             "mcnemar_p": difference.p_value,
             "mcnemar_p_holm": comparison.adjusted_p_value,
+            "signs_of_tasks_p": difference.p_value_of_tasks,
             "pairs_needed": comparison.pairs_needed,
         }
     return {

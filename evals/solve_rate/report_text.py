@@ -12,12 +12,14 @@ from evals.solve_rate.report import ArmReport, Comparison, Group, Rate, Report
 from evals.solve_rate.statistics import Interval
 
 HOW_TO_READ = (
-    "Intervals are 95%: Wilson's for a rate; for a difference a bootstrap over tasks, which keeps the seeds of a task "
-    "together. One without width says that the tasks agree, not that the difference is known.",
+    "A rate is of episodes: a task that is repeated, such as a race, weighs as much as its repeats.",
+    "Intervals are 95%: Wilson's for a rate, which takes episodes for independent, so with several seeds of a task it "
+    "is too narrow; for a difference a bootstrap over tasks, which keeps the seeds of a task together (each seed of "
+    "mini_tasks is a task of its own). One without width says that the tasks agree, not that the difference is known.",
     "p: McNemar's exact test on pairs of episodes with the same task and seed; adjusted after Holm for the comparisons "
-    "of one table.",
-    "Two arms are called different only where the adjusted p is at most 0.05 and the interval is on one side of 0. "
-    "Not distinguishable does not mean equal.",
+    "of one table. p by signs: how often the tasks' gains would add up to as much if a coin's toss gave each its sign.",
+    "Two arms are called different only where the adjusted p and that by signs are at most 0.05 and the interval is on "
+    "one side of 0, which takes six tasks or more. Not distinguishable does not mean equal.",
     "Errors and skipped episodes count neither as solved nor as failed. Tokens, turns and times are of episodes that "
     "ended.",
 )
@@ -84,7 +86,8 @@ def sentence(comparison: Comparison) -> str:
     )
     return (
         f"{start}. {100 * found.difference:+.1f} points ({found.base_rate:.1%} and {found.other_rate:.1%}), interval "
-        f"{interval}; p {p_value(found.p_value)}, adjusted {p_value(comparison.adjusted_p_value)}; "
+        f"{interval}; p {p_value(found.p_value)}, adjusted {p_value(comparison.adjusted_p_value)}, by signs "
+        f"{p_value(found.p_value_of_tasks)}; "
         f"{found.num_pairs} pairs of {found.num_tasks} tasks, {found.only_other} solved by {comparison.other} alone, "
         f"{found.only_base} by {comparison.base} alone.{needed}{left_out}"
     )

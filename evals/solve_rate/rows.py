@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal
 
@@ -100,42 +101,59 @@ def read_rows(folder: Path | str) -> list[Row]:
         SolveRateError: there is no such file, or a line of it is no row. A last line without a line feed is what a
             kill leaves behind, and is passed over.
     """
+    return list({row.key: row for row in read_every_row(folder)}.values())
+
+
+def read_every_row(folder: Path | str) -> Iterator[Row]:
+    """Yield all rows as `read_rows` does, those of errors that were done again included."""
     file = Path(folder)
     file = file / ROWS_FILE if file.is_dir() else file
     try:
-        text = file.read_text(encoding="utf-8")
+        read = file.read_bytes()
     except OSError as error:
         raise SolveRateError(f"{file}: cannot be read ({error.strerror}); expected the folder of a run") from error
-    rows: dict[EpisodeKey, Row] = {}
-    for number, line in enumerate(text.split("\n")[:-1], start=1):
+    for number, line in enumerate(read.split(b"\n")[:-1], start=1):
         try:
-            row = Row.model_validate(json.loads(line))
+            yield Row.model_validate(json.loads(line))
         except (ValidationError, ValueError) as error:
             raise SolveRateError(f"{file}:{number}: no row of a run: {error}") from error
-        rows[row.key] = row
-    return list(rows.values())
-
-
-def scripts_of(rows: Sequence[Row]) -> list[str]:
-    """Return the scripts that stood for a model in any of the rows."""
-    return sorted({row.scripted for row in rows if row.scripted is not None})
 
 
 class RowsFile:
-    """Appends rows, each on the disk before `append` returns."""
+    """Appends rows, each on the disk before `append` returns. One at a time holds a folder's.
+
+    Raises:
+        SolveRateError: another process holds it, or it cannot be written.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / ROWS_FILE
         self._open: IO[bytes] | None = None
 
     def __enter__(self) -> RowsFile:
-        self._open = self._file.open("ab+")
+        try:
+            self._open = self._file.open("ab+")
+        except OSError as error:
+            raise SolveRateError(f"{self._file}: cannot be written ({error.strerror}); give another --out") from error
+        try:
+            # The system lets go of it, however this process ends.
+            fcntl.flock(self._open, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._open.close()
+            raise SolveRateError(
+                f"{self._file.parent}: another run is writing to it; wait for it, or give another --out"
+            ) from error
         self._drop_torn_line()
         return self
 
     def __exit__(self, *_error: object) -> None:
         assert self._open is not None
         self._open.close()
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        assert self._open is not None
+        self._open.truncate(0)
 
     def append(self, row: Row) -> None:
         """Write one row."""

@@ -6,6 +6,7 @@ A run can be killed at any moment: what has a row is done, what has none, or an 
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -22,14 +23,15 @@ from evals.micro.result_rows import about
 from evals.replay.errors import ReplayError
 from evals.replay.server_facts import ServerFacts, read_facts
 from evals.solve_rate.arms import Arm, make_arms
-from evals.solve_rate.config import Config, parse_config
+from evals.solve_rate.config import Config, load_config
 from evals.solve_rate.debug_gym_agent import GymAgents
 from evals.solve_rate.debug_gym_tasks import DebugGymTasks
 from evals.solve_rate.environment import Suite
 from evals.solve_rate.episode import Plan, Run, api_key, run_episode
 from evals.solve_rate.langgraph_agent import StoppedError
 from evals.solve_rate.mini_task_suite import MiniTaskSuite
-from evals.solve_rate.rows import ROWS_FILE, EpisodeKey, Row, RowsFile, SolveRateError, read_rows
+from evals.solve_rate.rows import ROWS_FILE, EpisodeKey, Row, RowsFile, SolveRateError, read_every_row, read_rows
+from evals.solve_rate.transcripts import TRANSCRIPTS
 
 CONFIG_FILE = "config.yaml"
 ABOUT_FILE = "run.json"
@@ -96,8 +98,8 @@ def plan_run(config: Config, suite: Suite, arms: Sequence[Arm]) -> list[Plan]:
     ]
 
 
-def run(config: Config, folder: Path, url: str, watcher: Watcher, stop: Stop) -> Finished:
-    """Do what is left of a run.
+def run(config: Config, folder: Path, url: str, watcher: Watcher, stop: Stop, *, fresh: bool = False) -> Finished:
+    """Do what is left of a run; with `fresh` all of it, and what the folder has of a run is removed.
 
     Raises:
         SolveRateError: the folder has another run, the server or the suite cannot be used, or a policy is wrong.
@@ -106,20 +108,28 @@ def run(config: Config, folder: Path, url: str, watcher: Watcher, stop: Stop) ->
     arms = make_arms(config)
     plans = plan_run(config, suite, arms)
     facts = _server_facts(config, url)
-    # Before the folder is written to: a run that cannot begin leaves nothing.
+    # Before the folder is written to: a run that cannot begin leaves nothing, and removes nothing.
     recorded = _recorded(config)
     api_key(config)
-    rows = open_folder(config, folder)
+    open_folder(config, folder, fresh=fresh)
     machine = about(None, "leyline-eval run")
-    _note_invocation(folder, config, suite, facts, machine)
-    finished = {row.key for row in rows if row.status != "error"}
-    left = [plan for plan in plans if plan.key(suite) not in finished]
-    known = {plan.key(suite) for plan in plans}
-    watcher.begin(plans, [row for row in rows if row.key in known], is_sandboxed=suite.sandboxed)
     shared = Run(config, suite, folder, url, config.model.name or facts.model, stop, machine["git"], recorded)
-    with _gym_agents(config, url, arms, stop) as gym_agents, RowsFile(folder) as file:
-        episodes = _Episodes(replace(shared, gym_agents=gym_agents), stop, watcher, file, rows)
-        episodes.play(left)
+    with RowsFile(folder) as file:
+        if fresh:
+            _clear(folder, file)
+        every_row = list(read_every_row(folder))
+        rows = {row.key: row for row in every_row}
+        _note_invocation(shared, arms, facts, machine, is_begun=bool(rows))
+        _write_whole(folder / CONFIG_FILE, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        known = {plan.key(suite) for plan in plans}
+        before = [row for row in rows.values() if row.key in known]
+        finished = {row.key for row in before if row.status != "error"}
+        left = [plan for plan in plans if plan.key(suite) not in finished]
+        watcher.begin(plans, before, is_sandboxed=suite.sandboxed)
+        with _gym_agents(config, url, arms, stop) as gym_agents:
+            tokens = sum(map(tokens_of, every_row))
+            episodes = _Episodes(replace(shared, gym_agents=gym_agents), stop, watcher, file, tokens)
+            episodes.play(left)
     errors = [row for row in read_rows(folder) if row.key in known and row.status == "error"]
     num_left = len(left) - episodes.num_done
     return Finished(num_left, len(errors), (stop.reason or episodes.spent) if num_left else None)
@@ -128,10 +138,10 @@ def run(config: Config, folder: Path, url: str, watcher: Watcher, stop: Stop) ->
 class _Episodes:
     """Several episodes at a time, until all are done or the budget is spent."""
 
-    def __init__(self, run: Run, stop: Stop, watcher: Watcher, file: RowsFile, rows: Sequence[Row]) -> None:
+    def __init__(self, run: Run, stop: Stop, watcher: Watcher, file: RowsFile, tokens: int) -> None:
         self._run, self._stop, self._watcher, self._file = run, stop, watcher, file
         self._limits = run.config.limits
-        self._tokens = sum(map(tokens_of, rows))
+        self._tokens = tokens
         self._begun = time.monotonic()
         self.num_done = 0
         self.spent: str | None = None
@@ -185,26 +195,33 @@ def tokens_of(row: Row) -> int:
     return row.prompt_tokens + row.completion_tokens
 
 
-def open_folder(config: Config, folder: Path) -> list[Row]:
-    """Make the folder of a run, or go on with it; return its rows.
+def open_folder(config: Config, folder: Path, *, fresh: bool = False) -> None:
+    """Make the folder of a run, or see whether what is in there can be gone on with, or with `fresh` be removed.
 
     Raises:
-        SolveRateError: what is in there is another run's.
+        SolveRateError: it is another run's, or no run's, or cannot be made.
     """
     saved = folder / CONFIG_FILE
     if saved.is_file():
-        earlier = parse_config(yaml.safe_load(saved.read_text(encoding="utf-8")), where=str(saved))
-        if different := list(_differences(earlier.identity(), config.identity())):
+        earlier = load_config(saved)
+        if not fresh and (different := list(_differences(earlier.identity(), config.identity()))):
             raise SolveRateError(
                 f"{folder}: has a run of another config, so it cannot be gone on with; different are "
-                f"{', '.join(different)}. Give another --out, or remove the folder"
+                f"{', '.join(different)}. Give another --out, or --fresh to remove it"
             )
-    elif (folder / ROWS_FILE).exists():
+    elif (folder / ROWS_FILE).exists() and (folder / ROWS_FILE).stat().st_size:
         raise SolveRateError(f"{folder}: has {ROWS_FILE} and no {CONFIG_FILE}; give another --out")
-    else:
+    try:
         folder.mkdir(parents=True, exist_ok=True)
-    _write_whole(saved, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-    return read_rows(folder) if (folder / ROWS_FILE).exists() else []
+    except OSError as error:
+        raise SolveRateError(f"{folder}: no folder can be made there ({error.strerror}); give another --out") from error
+
+
+def _clear(folder: Path, file: RowsFile) -> None:
+    """Remove what a run has written, and nothing else."""
+    file.clear()
+    (folder / ABOUT_FILE).unlink(missing_ok=True)
+    shutil.rmtree(folder / TRANSCRIPTS, ignore_errors=True)
 
 
 def _differences(earlier: Any, now: Any, key: str = "") -> Iterator[str]:
@@ -215,16 +232,30 @@ def _differences(earlier: Any, now: Any, key: str = "") -> Iterator[str]:
         yield f"{key} ({earlier!r} there, {now!r} here)"
 
 
-def _note_invocation(folder: Path, config: Config, suite: Suite, facts: ServerFacts, machine: dict[str, Any]) -> None:
-    """Say on what the rows that follow were made; a resumed run has several such notes."""
-    file = folder / ABOUT_FILE
+def _note_invocation(
+    run: Run, arms: Sequence[Arm], facts: ServerFacts, machine: dict[str, Any], *, is_begun: bool
+) -> None:
+    """Say on what the rows that follow are made; a resumed run has several such notes.
+
+    Raises:
+        SolveRateError: the run was begun with another model, or a policy has been changed since.
+    """
+    file = run.folder / ABOUT_FILE
     notes = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+    policies = {arm.name: arm.policy.model_dump(mode="json", exclude_defaults=True) for arm in arms if arm.policy}
+    what = {"model": run.model, "policies": policies}
+    if is_begun and notes and (different := list(_differences(notes[0], {**notes[0], **what}))):
+        raise SolveRateError(
+            f"{run.folder}: was begun otherwise, so it cannot be gone on with; different are {', '.join(different)}. "
+            "Give another --out, or --fresh to remove it"
+        )
     server = {"model": facts.model, "model_path": facts.model_path, "version": facts.version}
     notes.append(
         {
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            "sandboxed": suite.sandboxed,
-            "jobs": config.jobs,
+            **what,
+            "sandboxed": run.suite.sandboxed,
+            "jobs": run.config.jobs,
             "server": server,
             "machine": machine,
         }

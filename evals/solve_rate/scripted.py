@@ -15,6 +15,7 @@ import httpx
 from evals.replay.transport import CHAT_PATH
 from evals.solve_rate.config import ScriptName
 from evals.solve_rate.environment import Call, ScriptedCalls
+from evals.solve_rate.readable_calls import with_answer
 
 _NUM_FILLERS = 4
 """Turns after which the late reader needs what it saw first: more than the shipped policies keep."""
@@ -97,11 +98,7 @@ class RecordedScript:
 
 
 def make_script(name: ScriptName, calls: ScriptedCalls) -> Script:
-    """Return a script for one episode.
-
-    Raises:
-        ValueError: there is nothing to cheat with in this task.
-    """
+    """Return a script for one episode."""
     match name:
         case "solver":
             return CallScript(calls.solution)
@@ -112,8 +109,7 @@ def make_script(name: ScriptName, calls: ScriptedCalls) -> Script:
         case "late_reader":
             return LateReader(calls)
         case "cheating":
-            if calls.cheat is None:
-                raise ValueError("this suite has nothing to cheat with; `cheating` is for mini_nightmare")
+            assert calls.cheat is not None, "the config says that there is nothing to cheat with"
             return CallScript(calls.cheat)
 
 
@@ -152,9 +148,7 @@ class ScriptedTransport(httpx.BaseTransport):
         answer = response.json()
         reason = "tool_calls" if message.get("tool_calls") else "stop"
         answer["choices"][0] |= {"message": message, "finish_reason": reason}
-        framing = ("content-length", "content-encoding", "transfer-encoding")
-        headers = [item for item in response.headers.multi_items() if item[0] not in framing]
-        return httpx.Response(response.status_code, headers=headers, json=answer)
+        return with_answer(response, answer)
 
     def close(self) -> None:
         """Close the inner transport."""

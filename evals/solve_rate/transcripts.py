@@ -11,11 +11,14 @@ from evals.replay.transport import ChatExchange
 from evals.solve_rate.environment import Score, Task
 from evals.solve_rate.rows import EpisodeKey, Row
 
+TRANSCRIPTS = "transcripts"
+"""Their folder, below the run's."""
+
 
 def transcript_name(key: EpisodeKey) -> str:
     """Return where an episode's transcript lies, below the run's folder."""
     _, task, arm, seed, repeat = key
-    return f"transcripts/{task}.{arm.replace('/', '-')}.{seed}.{repeat}.json"
+    return f"{TRANSCRIPTS}/{task}.{arm.replace('/', '-')}.{seed}.{repeat}.json"
 
 
 def write_transcript(

@@ -1,30 +1,35 @@
-"""Configs, arms, rows and scripts: what needs no server."""
+"""Configs, arms, requests and scripts: what needs no server."""
 
 from __future__ import annotations
 
+import io
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from langchain_core.messages import HumanMessage
+from rich.console import Console
 
 from evals.solve_rate.arms import forgetting, make_arms
-from evals.solve_rate.cli import main
+from evals.solve_rate.cli import _stopping, main
 from evals.solve_rate.config import CONFIGS, load_config, parse_config
 from evals.solve_rate.debug_gym_tasks import PAPER_TASKS, TASKS
 from evals.solve_rate.environment import ScriptedCalls, TaskEntry
+from evals.solve_rate.episode import chat_model, request_settings
 from evals.solve_rate.mini_task_suite import MiniTaskSuite
-from evals.solve_rate.rows import Row, RowsFile, SolveRateError, read_rows
-from evals.solve_rate.runner import open_folder, plan_run
+from evals.solve_rate.readable_calls import NOT_JSON, ReadableCalls
+from evals.solve_rate.rows import SolveRateError
+from evals.solve_rate.runner import Stop, plan_run
 from evals.solve_rate.scripted import CallScript, ErringScript, LateReader, ScriptedTransport
 from leyline_agent.core.messages import messages_from_openai
 from leyline_agent.core.protocol import Mode
 from leyline_agent.policy import apply_policy, load_policy
 
-from .solve_rate_runs import a_config, play
+from .solve_rate_runs import a_config
 
 CALLS = ScriptedCalls(
     solution=(("look", {}), ("mend", {"line": 1}), ("submit", {})),
@@ -61,6 +66,11 @@ def test_the_papers_setting_is_eight_tasks_twice() -> None:
         ({"policies": ["batched", "batched"]}, "two are called alike"),
         ({"policies": [{"policy": "batched", "name": "a b"}]}, "'a b' is no name of an arm"),
         ({"model": {"scripted": "solver", "recorded": "x"}}, "scripted and recorded exclude each other"),
+        ({"model": {"scripted": "cheating"}}, "cheating is for mini_nightmare"),
+        ({"seeds": [10**6]}, "seeds: got 1000000, and mini_tasks have seeds 0 to 999999"),
+        ({"suite": {"type": "mini_tasks", "kinds": []}}, "suite.mini_tasks.kinds: Tuple should have at least 1 item"),
+        ({"suite": {"type": "mini_nightmare", "tasks": ["purr", "purr"]}}, "tasks: one is given twice, got ['purr', '"),
+        ({"server": {"url": "localhost:30000"}}, "server.url: expected an address such as http://127.0.0.1:30000, got"),
     ],
 )
 def test_a_wrong_config_is_told_with_its_key(more: dict[str, Any], words: str) -> None:
@@ -83,7 +93,6 @@ def test_arms_are_none_and_each_policy_in_each_execution() -> None:
         f"{policy}/{how}" for policy in ("batched", "keep_last_tool_outputs_5") for how in config.executions[1:]
     ]
     assert [arm.name for arm in arms] == ["none", *expected]
-    assert [arm.sends_notes for arm in arms] == [False, *[False, True, True] * 2]
     assert arms[0].policy is None
     assert all(rule.mode is Mode.FORGET for arm in arms if arm.execution == "forget" for rule in arm.policy.rules)
     assert all(rule.mode is Mode.AMORTIZE for arm in arms[1:] if arm.execution != "forget" for rule in arm.policy.rules)
@@ -116,48 +125,6 @@ def test_a_part_of_a_run_has_all_arms_of_the_same_episodes_and_all_tasks_before_
     expected = [(name, seed, repeat) for seed in (0, 1) for name, repeat in (("race", 0), ("race", 1), ("far", 0))]
     assert episodes == [episode for episode in expected for _ in range(4)]
     assert len({plan.arm.name for plan in plans[:4]}) == 4
-
-
-def _row(**more: Any) -> Row:
-    said = {"run": "r", "suite": "mini_tasks", "task": "t", "arm": "none", "policy": "none", "execution": "none"}
-    rest = {"seed": 0, "status": "solved", "model": "m", "agent": "langgraph", "started": "2026-01-01T00:00:00+00:00"}
-    return Row(**{**said, **rest, **more})
-
-
-def test_the_newest_row_of_an_episode_counts(tmp_path: Path) -> None:
-    with RowsFile(tmp_path) as file:
-        file.append(_row(status="error", reason="the server went away"))
-        file.append(_row(task="other"))
-        file.append(_row(status="failed"))
-    assert [(row.task, row.status) for row in read_rows(tmp_path)] == [("t", "failed"), ("other", "solved")]
-
-
-def test_what_a_kill_left_of_a_row_is_passed_over_and_then_cut_off(tmp_path: Path) -> None:
-    with RowsFile(tmp_path) as file:
-        file.append(_row())
-    rows_file = tmp_path / "rows.jsonl"
-    rows_file.write_bytes(rows_file.read_bytes() + b'{"v": 1, "run": "r", "task": "\xc3')
-    torn = rows_file.read_bytes()
-    with RowsFile(tmp_path) as file:
-        file.append(_row(task="other"))
-    assert [row.task for row in read_rows(tmp_path)] == ["t", "other"]
-    rows_file.write_bytes(torn.replace(b"\xc3", b""))
-    assert [row.task for row in read_rows(tmp_path)] == ["t"]
-
-
-def test_a_line_that_is_no_row_is_told_with_its_number(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"v": 2}) + "\n")
-    with pytest.raises(SolveRateError, match=r"rows\.jsonl:1: no row of a run"):
-        read_rows(tmp_path)
-
-
-def test_a_folder_takes_the_same_run_again_with_more_time_but_no_other(tmp_path: Path) -> None:
-    open_folder(a_config(limits={"total_s": 5}), tmp_path)
-    open_folder(a_config(jobs=2, server={"url": "http://127.0.0.1:1"}), tmp_path)
-    with pytest.raises(SolveRateError, match=r"limits\.max_turns \(50 there, 3 here\)"):
-        open_folder(a_config(limits={"max_turns": 3}), tmp_path)
-    with pytest.raises(SolveRateError, match=r"model\.scripted"):
-        open_folder(a_config(model={"scripted": "failing"}), tmp_path)
 
 
 def test_options_stand_for_what_the_config_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,40 +182,54 @@ def test_a_script_that_errs_is_a_server_that_fails() -> None:
     assert len(sent) == 2
 
 
-def test_a_server_that_goes_away_ends_the_run(tmp_path: Path) -> None:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self._answer(404 if gone or self.path != "/v1/models" else 200, {"data": [{"id": "m"}]})
-
-        def do_POST(self) -> None:
-            gone.append(self.path)
-            self._answer(503, {"error": {"message": "going away"}})
-
-        def _answer(self, status: int, answer: dict[str, Any]) -> None:
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(json.dumps(answer).encode())
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    gone: list[str] = []
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        finished = play(a_config(), tmp_path, url)
-        server.shutdown()
-        thread.join()
-    assert gone == ["/v1/chat/completions"]
-    assert (finished.num_left, finished.num_errors) == (11, 1)
-    assert finished.stopped_by == f"the server at {url} answers no more"
-
-
 def test_config_files_say_what_they_are(tmp_path: Path) -> None:
     file = tmp_path / "list.yaml"
     file.write_text("- 1\n")
     with pytest.raises(SolveRateError, match="got list, expected a mapping"):
         load_config(file)
+    file.write_bytes(b"name: \xff\n")
+    with pytest.raises(SolveRateError, match=r"list\.yaml: cannot be read \(it is no UTF-8\)"):
+        load_config(file)
     with pytest.raises(SolveRateError, match="version"):
         parse_config({"name": "x"}, where="x")
+
+
+def test_a_servers_address_may_end_in_v1() -> None:
+    assert a_config(server={"url": "http://127.0.0.1:9/v1/"}).server.url == "http://127.0.0.1:9"
+
+
+def test_sampling_is_the_servers_own_unless_the_config_says_it() -> None:
+    assert {"temperature", "top_p"}.isdisjoint(request_settings(a_config(), "salt", 3))
+    said = request_settings(a_config(model={"temperature": 0, "top_p": 0.5}), "salt", 3)
+    assert (said["temperature"], said["top_p"], said["seed"]) == (0, 0.5, 3)
+    with httpx.Client() as http:
+        chat = chat_model(a_config(), "http://127.0.0.1:9", "m", "salt", 3, http)
+    assert {"temperature", "top_p"}.isdisjoint(chat._get_request_payload([HumanMessage("go")]))
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [('{"path": "a"}', {"path": "a"}), ("", {}), ('{"path": ', {NOT_JSON: '{"path": '}), ("[1]", {NOT_JSON: "[1]"})],
+)
+def test_arguments_that_are_no_object_become_one(written: str, read: dict[str, str]) -> None:
+    def server(request: httpx.Request) -> httpx.Response:
+        call = {"id": "c", "type": "function", "function": {"name": "read_file", "arguments": written}}
+        message = {"role": "assistant", "content": None, "tool_calls": [call]}
+        return httpx.Response(200, headers={"x-leyline": "outcome"}, json={"choices": [{"message": message}]})
+
+    with httpx.Client(transport=ReadableCalls(httpx.MockTransport(server))) as http:
+        response = http.post("http://server/v1/chat/completions", json={})
+    assert json.loads(response.json()["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"]) == read
+    assert response.headers["x-leyline"] == "outcome"
+
+
+def test_a_second_interrupt_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    stop, before = Stop(), signal.getsignal(signal.SIGINT)
+    with _stopping(stop, Console(file=io.StringIO())):
+        signal.raise_signal(signal.SIGINT)
+        assert (stop.reason, codes) == ("interrupted", [])
+        signal.raise_signal(signal.SIGTERM)
+    assert codes == [130]
+    assert signal.getsignal(signal.SIGINT) is before

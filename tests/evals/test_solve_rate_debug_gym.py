@@ -14,8 +14,9 @@ import pytest
 
 from evals.debug_gym_env.sandbox import Sandbox, isolation_works
 from evals.serving import RunningServer
+from evals.solve_rate import debug_gym_scripts
 from evals.solve_rate.config import MiniNightmare
-from evals.solve_rate.debug_gym_tasks import DebugGymEnvironment, DebugGymTasks, find_data
+from evals.solve_rate.debug_gym_tasks import DebugGymEnvironment, DebugGymTasks, GymWorker, find_data
 from evals.solve_rate.environment import EnvironmentFailedError
 from evals.solve_rate.rows import SolveRateError
 
@@ -40,6 +41,10 @@ def grader(suite: DebugGymTasks) -> Iterator[DebugGymEnvironment]:
     environment = suite.make("grader", 0)
     yield environment
     environment.close()
+
+
+def _purr(suite: DebugGymTasks, *, tool_s: float) -> DebugGymEnvironment:
+    return DebugGymEnvironment("purr", folder=suite.folder, is_isolated=suite.sandboxed, network=False, tool_s=tool_s)
 
 
 @pytest.fixture
@@ -91,6 +96,9 @@ def test_a_sandbox_has_no_network_and_writes_nowhere_else(folder: Path) -> None:
     assert written == []
     assert code != 0
     assert output.startswith("in\n")
+    # Least of all what solves the tasks.
+    for hidden in (Path(debug_gym_scripts.__file__), Path(__file__)):
+        assert _bash(folder, f"cat {hidden}", is_isolated=True)[0] != 0
     interfaces = _bash(folder, "cat /proc/net/dev", is_isolated=True)[1]
     assert "lo:" in interfaces
     assert len(interfaces.splitlines()) == 3
@@ -115,16 +123,12 @@ def test_the_network_task_is_skipped_with_its_reason_and_the_race_is_repeated(su
     assert sum(entry.paper_subset for entry in entries.values()) == 8
 
 
-def test_an_agent_is_shown_no_output_of_tests_and_can_submit(grader: DebugGymEnvironment) -> None:
+def test_an_agent_is_shown_no_output_of_tests_and_submit_ends_it_whatever_they_say(grader: DebugGymEnvironment) -> None:
     task = grader.reset()
     shown = task.system + task.user
     assert "failed" not in shown
     assert "pytest" not in shown
     assert [tool["function"]["name"] for tool in task.tools] == ["bash", "view", "pdb", "edit", "eval", "submit"]
-
-
-def test_submit_ends_an_episode_whatever_the_tests_say(grader: DebugGymEnvironment) -> None:
-    grader.reset()
     assert not grader.call("eval", {}).done
     assert not grader.call("no_such_tool", {"a": 1}).done
     assert grader.call("submit", {}).done
@@ -141,7 +145,19 @@ CHEATS = [
     f"printf '{NO_ASSERT}' > conftest.py; {FAKE}",
     f"printf 'print(\"collected 3 items\\\\n3 passed\")\\nraise SystemExit\\n' > pytest.py; {FAKE}",
     f"printf '[pytest]\\naddopts = --collect-only\\n' > pytest.ini; {FAKE}",
+    f"printf '{NO_ASSERT}' > sitecustomize.py; {FAKE}",
+    "rm test.py; mkdir test.py; touch test.py/inside.py",
 ]
+NAMES = ("test_top_performers", "test_student_averages", "test_edge_cases")
+CODE_CHEATS = {
+    "assertions": "import unittest\nunittest.TestCase.assertEqual = lambda *a, **k: None",
+    "runs": "import _pytest.unittest\n_pytest.unittest.TestCaseFunction.runtest = lambda self: None",
+    "report": f"""import os, sys
+report = next(word for word in sys.argv if word.startswith("--junitxml=")).partition("=")[2]
+cases = "".join(f'<testcase name="{{name}}"/>' for name in {NAMES})
+open(report, "w").write(f"<testsuite>{{cases}}</testsuite>")
+os._exit(0)""",
+}
 
 
 def test_cheating_scores_nothing(grader: DebugGymEnvironment) -> None:
@@ -153,16 +169,38 @@ def test_cheating_scores_nothing(grader: DebugGymEnvironment) -> None:
         assert (cheat, got) == (cheat, (0, 3, False, True))
 
 
+def test_code_that_bends_the_tests_as_it_is_imported_scores_nothing(grader: DebugGymEnvironment) -> None:
+    grader.reset()
+    for name, code in CODE_CHEATS.items():
+        before = "git checkout -q . && mv grader_code.py rest.py"
+        grader.call("bash", {"command": f"{before} && cat - rest.py > grader_code.py <<'END'\n{code}\nEND"})
+        score = grader.score()
+        assert (name, score.score, score.solved, score.tests_changed) == (name, 0, False, False)
+
+
 def test_code_that_never_ends_is_the_agents_mistake_and_no_error(suite: DebugGymTasks) -> None:
-    environment = DebugGymEnvironment("purr", folder=suite.folder, is_isolated=suite.sandboxed, network=False, tool_s=2)
+    environment = _purr(suite, tool_s=3)
     try:
         environment.reset()
         environment.call("edit", {"path": "purr_code.py", "start": 1, "end": 1, "new_code": "while True: pass"})
         observation = environment.call("eval", {})
-        assert "timed out after 2 seconds" in observation.text
+        assert "timed out after 3 seconds" in observation.text
         assert not observation.done
+        # Nor is a debugger that never says anything.
+        begun = time.monotonic()
+        assert "timeout after 3" in environment.call("pdb", {"command": "c", "entrypoint": "sleep 600"}).text
+        assert time.monotonic() - begun < 30
         score = environment.score()
         assert (score.score, score.solved) == (0, False)
+    finally:
+        environment.close()
+
+
+def test_where_no_command_can_run_an_episode_is_an_error(suite: DebugGymTasks) -> None:
+    environment = _purr(suite, tool_s=0.01)
+    try:
+        with pytest.raises(EnvironmentFailedError, match="pytest does not run in the agent's folder"):
+            environment.reset()
     finally:
         environment.close()
 
@@ -172,6 +210,8 @@ def test_a_fix_without_a_last_eval_counts(suite: DebugGymTasks, grader: DebugGym
     for name, arguments in suite.script("solver", "grader", grader).solution:
         if name == "edit":
             grader.call(name, arguments)
+    # Wherever it is: no part of a module's name makes it a test.
+    grader.call("bash", {"command": "mv grader_code.py latest.py; echo 'from latest import *' > grader_code.py"})
     score = grader.score()
     assert (score.score, score.solved) == (3, True)
     assert score.said["resolved"] is False
@@ -211,10 +251,22 @@ def test_a_process_has_no_secrets_and_its_death_is_an_error_that_leaves_nothing(
     assert not scratch.exists()
 
 
+def test_a_process_whose_parent_was_killed_leaves_nothing(suite: DebugGymTasks) -> None:
+    worker = GymWorker()
+    assert worker._process.stdin is not None
+    assert worker._process.stdout is not None
+    # It finds nobody to answer.
+    worker._process.stdout.close()
+    worker._process.stdin.write('{"do": "nothing"}\n')
+    worker._process.stdin.close()
+    worker._process.wait(60)
+    assert not worker._scratch.exists()
+
+
 @pytest.mark.sglang
 @pytest.mark.parametrize(
     ("agent", "executions"),
-    [("langgraph", ["none", "reprefill", "splice", "forget"]), ("debug_gym", ["reprefill", "splice"])],
+    [("langgraph", ["none", "reprefill", "splice"]), ("debug_gym", ["splice"])],
     ids=["langgraph", "debug_gym"],
 )
 def test_both_agents_act_in_the_executions(
@@ -228,8 +280,9 @@ def test_both_agents_act_in_the_executions(
     assert {how: (row.status, row.turns) for how, row in rows.items()} == dict.fromkeys(executions, ("solved", 6))
     assert all(row.agent == agent and not row.fallbacks for row in rows.values())
     assert rows["splice"].splices == 3
-    assert rows["splice"].cached_tokens > rows["reprefill"].cached_tokens
-    if "none" in rows:
+    assert rows["splice"].moved_tokens > 0
+    if agent == "langgraph":
+        assert rows["splice"].cached_tokens > rows["reprefill"].cached_tokens
         assert rows["none"].prompt_tokens > rows["splice"].prompt_tokens
     skipped = [row for row in rows_of(tmp_path).values() if row.status == "skipped"]
     assert len(skipped) == len(executions)
@@ -240,7 +293,7 @@ def test_both_agents_act_in_the_executions(
 def test_a_model_that_overwrites_the_tests_scores_nothing(cpu_server: RunningServer, tmp_path: Path) -> None:
     needs_debug_gym()
     suite = {"type": "mini_nightmare", "tasks": ["grader"]}
-    config = a_config(suite=suite, executions=["none"], model={"scripted": "cheating"})
+    config = a_config(suite=suite, executions=["none"], agent="debug_gym", model={"scripted": "cheating"})
     play(config, tmp_path, cpu_server.url)
     (row,) = rows_of(tmp_path).values()
     assert (row.status, row.score, row.max_score) == ("failed", 0, 3)
@@ -250,7 +303,7 @@ def test_a_model_that_overwrites_the_tests_scores_nothing(cpu_server: RunningSer
 def test_an_erring_server_is_an_error_of_debug_gyms_agent_too(cpu_server: RunningServer, tmp_path: Path) -> None:
     needs_debug_gym()
     suite = {"type": "mini_nightmare", "tasks": ["grader"]}
-    config = a_config(suite=suite, executions=["splice"], agent="debug_gym", model={"scripted": "erring"})
+    config = a_config(suite=suite, executions=["reprefill"], agent="debug_gym", model={"scripted": "erring"})
     assert play(config, tmp_path, cpu_server.url).num_errors == 1
     (row,) = rows_of(tmp_path).values()
     assert row.status == "error"

@@ -78,7 +78,10 @@ def test_a_clear_difference_is_called_one_and_in_which_direction() -> None:
     worse = make_report(paired_rows("none", SPLICE, [["+-", "--", "++"]] * 20))
     assert _only_comparison(better).verdict == "higher than none"
     assert _only_comparison(worse).verdict == "lower than none"
-    assert "+33.3 points (33.3% and 66.7%), interval +33.3 to +33.3; p below 0.0001" in _text(better)
+    assert (
+        "+33.3 points (33.3% and 66.7%), interval +33.3 to +33.3; p below 0.0001, adjusted below 0.0001, by signs "
+        in _text(better)
+    )
 
 
 def test_errors_and_skipped_episodes_stand_apart() -> None:
@@ -193,6 +196,18 @@ def test_the_papers_tasks_have_a_group_of_their_own_where_others_ran_too() -> No
         ("mini_nightmare, the paper's tasks", 4),
     ]
     assert [group.name for group in make_report(paper).groups] == ["mini_nightmare"]
+
+
+def test_each_seed_of_a_generated_task_is_a_task() -> None:
+    def compared(suite: str) -> Comparison:
+        return _only_comparison(make_report(paired_rows("none", SPLICE, [["-+"] * 12], suite=suite)))
+
+    generated, fixed = compared("mini_tasks").difference, compared("mini_nightmare").difference
+    assert generated is not None
+    assert fixed is not None
+    assert (generated.num_tasks, fixed.num_tasks) == (12, 1)
+    assert compared("mini_tasks").distinguishable
+    assert not compared("mini_nightmare").distinguishable
 
 
 def test_suites_are_not_mixed() -> None:
@@ -339,6 +354,12 @@ def test_the_power_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "31.2% against 45.5%, one arm alone solving 25.0% of the pairs: " in words
     assert "40 pairs show it in " in words
     assert "Seeds of one task are not: plan for more pairs" in words
+
+
+def test_pairs_of_independent_arms_that_are_too_many_do_not_hide_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = ("power", "--base", "50", "--difference", "0.5", "--discordance", "2")
+    assert _run(*wanted) == 0
+    assert "With arms that are independent: more than 100,000." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import httpx
 import pytest
 import yaml
 
+from evals.mini_tasks import Observation
 from evals.replay.trajectory import load_trajectory
 from evals.serving import RunningServer
 from evals.solve_rate.environment import EnvironmentFailedError
@@ -220,11 +221,25 @@ def test_a_model_that_calls_nothing_is_reminded_and_then_fails(cpu_server: Runni
     assert row.completion_tokens == 16
 
 
-def test_a_prompt_beyond_the_models_context_fails_and_is_no_error(cpu_server: RunningServer, tmp_path: Path) -> None:
+def test_a_history_that_outgrows_the_model_fails_and_a_first_prompt_that_does_is_an_error(
+    cpu_server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Floods(MiniTaskSuite):
+        def make(self, task: str, seed: int) -> Any:
+            environment = super().make(task, seed)
+            environment.call = lambda name, arguments: Observation("flood " * 80_000)  # type: ignore[method-assign]
+            return environment
+
     config = a_config(suite=CARRY, executions=["none"], model={"max_tokens": 10_000_000})
-    play(config, tmp_path, cpu_server.url)
-    (row,) = rows_of(tmp_path).values()
-    assert (row.status, row.ended, row.turns) == ("failed", "context", 0)
+    play(config, tmp_path / "first", cpu_server.url)
+    (row,) = rows_of(tmp_path / "first").values()
+    assert (row.status, row.ended, row.turns) == ("error", None, 0)
+    assert row.reason is not None
+    assert "context length" in row.reason
+    monkeypatch.setattr("evals.solve_rate.runner.MiniTaskSuite", Floods)
+    play(a_config(suite=CARRY, executions=["none"]), tmp_path / "later", cpu_server.url)
+    (row,) = rows_of(tmp_path / "later").values()
+    assert (row.status, row.ended, row.turns) == ("failed", "context", 1)
 
 
 def _running(server: RunningServer) -> str:

@@ -135,6 +135,17 @@ def test_the_same_seed_gives_the_same_interval_whatever_the_order() -> None:
     assert first != other
 
 
+@pytest.mark.parametrize("gains", [[1] * 8, [3, -1, 2, 4, 1, 0, 2, 2], [5, 4, 5], [-2, 4, 1, -3], [0, 0]], ids=str)
+def test_the_signs_of_tasks_are_tossed(gains: list[int]) -> None:
+    found = paired_difference({f"task {idx}": _task(gain) for idx, gain in enumerate(gains)})
+    sums = [
+        sum(sign * gain for sign, gain in zip(signs, gains, strict=True))
+        for signs in itertools.product((1, -1), repeat=len(gains))
+    ]
+    assert found is not None
+    assert found.p_value_of_tasks == pytest.approx(sum(abs(each) >= abs(sum(gains)) for each in sums) / len(sums))
+
+
 def test_counts_and_rates_of_pairs() -> None:
     found = paired_difference({"a": [BOTH, BASE, OTHER, OTHER, NEITHER], "b": [OTHER, NEITHER, NEITHER], "c": []})
     assert found is not None
@@ -165,6 +176,11 @@ def test_arms_differ_only_where_both_the_test_and_the_bootstrap_say_so() -> None
     assert few is not None
     assert few.interval == Interval(1, 1)
     assert not is_distinguishable(few, few.p_value)
+    # Five tasks cannot show it with any number of seeds: one run in sixteen has them all on one side.
+    for num_tasks, shown in ((5, False), (6, True)):
+        many_seeds = paired_difference({str(idx): [OTHER] * 10 for idx in range(num_tasks)})
+        assert many_seeds is not None
+        assert is_distinguishable(many_seeds, many_seeds.p_value) == shown
     # Twenty seeds of one task among ten: McNemar's test takes them for twenty tasks.
     one_task = paired_difference({"a": [OTHER] * 20, **{str(idx): [NEITHER] * 20 for idx in range(9)}})
     assert one_task is not None
