@@ -46,7 +46,7 @@ def probe_env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def cpu_server(model_dir: Path, probe_env: dict[str, str]) -> Iterator[RunningServer]:
     """A server with the Leyline plugin, shared by the whole session: use texts or ids of your own."""
-    with serve(model_dir, env=probe_env) as server:
+    with serve(model_dir, env=probe_env, fork=True) as server:
         yield server
 
 

@@ -138,7 +138,7 @@ class Bench:
         seconds = run_s(cell, options.turns, options.output_tokens)
         if cell not in self._warm:
             seconds += len(options.arms) * run_s(cell, min(options.warm_up_turns, options.turns), options.output_tokens)
-            seconds += base_s(cell, max(0, cell.concurrency - self._based.get(cell.lengths, 0)))
+            seconds += base_s(cell, max(0, cell.num_conversations - self._based.get(cell.lengths, 0)))
         return seconds * (sum(self._pace) / len(self._pace) if self._pace else 1.0)
 
     def run(self, cell: Cell, arm: str, repeat: int | str, turns: int) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class Bench:
         Raises:
             BenchError: a turn went wrong; `OSError` and `HTTPException` where the connection did.
         """
-        conversations = self.workload.of(cell)
+        conversations = self.workload.of_repeat(cell, repeat if isinstance(repeat, int) else 0)
         rng = random.Random(f"{self.options.seed} {cell} {arm} {repeat} {self.nonce}")
         mark = [rng.randrange(*_MARK_IDS) for _ in range(MARK_TOKENS)]
         talks = [Talk(self.server, []) if arm in GATES else None for _ in conversations]
@@ -337,7 +337,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--url")
     parser.add_argument("--trajectories", type=Path, nargs="+", default=[_DEMO], help="files, or folders of *.json")
     parser.add_argument(
-        "--cells", type=parse_cell, nargs="+", metavar="LENGTH:C[:N]", help="instead of the three below"
+        "--cells",
+        type=parse_cell,
+        nargs="+",
+        metavar="LENGTH:C[:N]",
+        help="instead of --prompt-tokens, --concurrency, --keep-turns",
     )
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[16384])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8, 16, 32])

@@ -7,6 +7,7 @@ splice gains over a re-prefill with its interval, each by the number of conversa
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from evals.micro.concurrency_rows import ARMS, PAIRED, read_rows, summaries
+from evals.micro.concurrency_rows import ARMS, BASELINE, PAIRED, read_rows, summaries
 from evals.replay.charts import nice_ceiling
 
 Row = Mapping[str, Any]
@@ -129,7 +130,10 @@ def _panel(panel: Panel, unit: str, low: float, high: float | None) -> str:
     numbers = sorted({point.concurrency for point in points})
     ends = [value for p in points for value in (p.value, p.low, p.high) if value is not None]
     top = high if high is not None else nice_ceiling(max(ends))
-    bottom = min(low, -nice_ceiling(-min(ends))) if min(ends) < low else low
+    step = (top - low) / 4
+    # Whole steps below it, so that the grid goes through it.
+    num_below = max(0, math.ceil((low - min(ends)) / step))
+    bottom = low - num_below * step
     inner_width, inner_height = _PANEL - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
 
     def x(concurrency: int) -> float:
@@ -144,11 +148,9 @@ def _panel(panel: Panel, unit: str, low: float, high: float | None) -> str:
         f'<text x="{_PANEL - _RIGHT}" y="{_HEIGHT - 4}" text-anchor="end">conversations</text>',
     ]
     across = f'x1="{_LEFT}" x2="{_PANEL - _RIGHT}"'
-    for step in range(5):
-        value = bottom + (top - bottom) * step / 4
-        parts.append(
-            f'<line class="grid" x1="{_LEFT}" x2="{_PANEL - _RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>'
-        )
+    for idx in range(num_below + 5):
+        value = bottom + step * idx
+        parts.append(f'<line class="grid" {across} y1="{y(value):.1f}" y2="{y(value):.1f}"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.3g}</text>')
     if bottom < 0:
         parts.append(f'<line class="zero" {across} y1="{y(0):.1f}" y2="{y(0):.1f}"/>')
@@ -177,7 +179,8 @@ def _panel(panel: Panel, unit: str, low: float, high: float | None) -> str:
 
 
 def plots(found: Sequence[Row]) -> dict[str, str]:
-    """Return the plots of summaries by file name."""
+    """Return the plots of summaries by file name; cells without a baseline are left out."""
+    found = [summary for summary in found if BASELINE in summary["arms"]]
     rates = panels(found, ARMS, hit_rate)
     least = min(point.value for panel in rates for line in panel.lines.values() for point in line)
     return {

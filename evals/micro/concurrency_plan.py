@@ -21,6 +21,9 @@ PREFILL_MS, COLD_MS_PER_TOKEN, DECODE_MS = 100.0, 0.085, 8.0
 what an H200 takes for 16,384 tokens with DeepSeek-V2-Lite's shapes."""
 
 
+_LEAST_CONVERSATIONS = 6
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Cell:
     """What is held fixed while arms are compared."""
@@ -31,6 +34,11 @@ class Cell:
 
     def __str__(self) -> str:
         return f"{self.prompt_tokens}:{self.concurrency}:{self.keep_turns}"
+
+    @property
+    def num_conversations(self) -> int:
+        """How many there are to choose from: with few at once, each repeat takes others."""
+        return max(self.concurrency, _LEAST_CONVERSATIONS)
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -56,6 +64,12 @@ class Workload:
         self._recordings = read_recordings(self.options.trajectories)
         self._renderer = Renderer(train_tokenizer())
 
+    def of_repeat(self, cell: Cell, repeat: int) -> list[Conversation]:
+        """Return those that a repeat runs, the same for each arm. Raises as `of`."""
+        conversations = self.of(cell)
+        first = repeat * cell.concurrency
+        return [conversations[(first + idx) % len(conversations)] for idx in range(cell.concurrency)]
+
     def of(self, cell: Cell) -> list[Conversation]:
         """Return the conversations of a cell, which those of fewer are the first of.
 
@@ -64,7 +78,7 @@ class Workload:
         """
         made = self._made.setdefault(cell.lengths, [])
         policy = load_policy("keep_last_tool_outputs").with_turns(cell.keep_turns)
-        for number in range(len(made), cell.concurrency):
+        for number in range(len(made), cell.num_conversations):
             made.append(
                 make_conversation(
                     self._recordings,
@@ -76,7 +90,7 @@ class Workload:
                     turns=self.options.turns,
                 )
             )
-        taken = made[: cell.concurrency]
+        taken = made[: cell.num_conversations]
         if not any(conversation.stubbed[-1] - conversation.stubbed[0] for conversation in taken):
             raise WorkloadError(
                 f"cell {cell}: the policy edits nothing in {self.options.turns} turns; keep fewer turns, or raise "
@@ -118,8 +132,8 @@ def expected_total_s(left: Mapping[Cell, Sequence[tuple[int, str]]], options: ar
         total += len(runs) * run_s(cell, options.turns, options.output_tokens)
         total += len(options.arms) * run_s(cell, min(options.warm_up_turns, options.turns), options.output_tokens)
         before = num_based.get(cell.lengths, 0)
-        total += base_s(cell, max(0, cell.concurrency - before))
-        num_based[cell.lengths] = max(before, cell.concurrency)
+        total += base_s(cell, max(0, cell.num_conversations - before))
+        num_based[cell.lengths] = max(before, cell.num_conversations)
     return total
 
 

@@ -17,6 +17,7 @@ in tokens everywhere. Knows nothing of directives.
 from __future__ import annotations
 
 import itertools
+import sys
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -37,6 +38,7 @@ is worth more tokens than this; a larger value would give up the short messages 
 
 _FORBIDDEN = 1 << 40
 _TOKEN_BYTES = 4
+_HIGHEST_BYTE = 3 if sys.byteorder == "little" else 0
 # (gram, step) of each round: runs of gram + step - 1 tokens are sure to hold a gram at a step. Long grams first, since
 # they are unique in text where short ones are everywhere; the last finds all that is worth keeping (19 < 4 + 16).
 _ROUNDS = ((32, 32), (12, 8))
@@ -47,6 +49,9 @@ _PLACES_BEFORE, _PLACES_AFTER = 2, 6
 # Runs that contradict each other are compared pairwise. The longest go in first; what they leave out is found between
 # them, a round later.
 _CHAIN_RUNS = 96
+
+# In larger pieces each is memory that the system has to be asked for.
+_COMPARED_BYTES = 1 << 16
 
 # Weights of the budget, so that a unit is about 0.1 microseconds whatever the input.
 _LOOKUP_COST, _EXTEND_COST, _PAIR_COST = 2, 64, 4
@@ -92,10 +97,22 @@ def align(old_ids: Sequence[int], new_ids: Sequence[int], *, budget: int, max_gr
         PlanError: with reason `diff_budget` after about `budget` tenths of a microsecond of work, or
             `token_out_of_vocabulary` for an id that is no uint32.
     """
-    return _Aligner(_pack(old_ids), _pack(new_ids), budget, max_growth).align()
+    return _Aligner(pack(old_ids), pack(new_ids), budget, max_growth).align()
 
 
-def _pack(token_ids: Sequence[int]) -> array[int]:
+def pack(token_ids: Sequence[int]) -> array[int]:
+    """Return the ids as uint32: an array of these as it is, one of int32 copied at memory speed.
+
+    Raises:
+        PlanError: with reason `token_out_of_vocabulary` for an id that is no uint32.
+    """
+    if isinstance(token_ids, array) and token_ids.itemsize == _TOKEN_BYTES:
+        if token_ids.typecode == "I":
+            return token_ids
+        copied = token_ids.tobytes()
+        # The highest byte of a negative one is no ASCII.
+        if token_ids.typecode == "i" and copied[_HIGHEST_BYTE::_TOKEN_BYTES].isascii():
+            return array("I", copied)
     try:
         packed = array("I", token_ids)
     except OverflowError as error:
@@ -112,8 +129,6 @@ class _Aligner:
         self.max_growth = max_growth
         self.old_tokens, self.new_tokens = len(old), len(new)
         self.old, self.new = old.tobytes(), new.tobytes()
-        # Reversed copies let one function compare in both directions.
-        self.old_reversed, self.new_reversed = old[::-1].tobytes(), new[::-1].tobytes()
         self.budget = self.left = budget
 
     def align(self) -> list[Run]:
@@ -196,13 +211,7 @@ class _Aligner:
         behind = _common_prefix(
             self.old, old_at, self.new, new_at, min(region.old_end - old_at, region.new_end - new_at)
         )
-        before = _common_prefix(
-            self.old_reversed,
-            self.old_tokens - old_at,
-            self.new_reversed,
-            self.new_tokens - new_at,
-            min(old_at - region.old, new_at - region.new),
-        )
+        before = _common_suffix(self.old, old_at, self.new, new_at, min(old_at - region.old, new_at - region.new))
         return Run(old_at - before, new_at - before, before + behind)
 
     def _best_chain(self, runs: list[Run], region: _Region) -> list[Run]:
@@ -308,13 +317,36 @@ def _common_prefix(a: bytes, a_at: int, b: bytes, b_at: int, limit: int) -> int:
             high = end
             break
         low = end
-        size *= 2
+        size = min(2 * size, _COMPARED_BYTES)
     else:
         return limit
     # All is equal below `low`, and something differs below `high`.
     while high - low > _TOKEN_BYTES:
         middle = (low + high) // (2 * _TOKEN_BYTES) * _TOKEN_BYTES
         if a[a_at + low : a_at + middle] == b[b_at + low : b_at + middle]:
+            low = middle
+        else:
+            high = middle
+    return low // _TOKEN_BYTES
+
+
+def _common_suffix(a: bytes, a_end: int, b: bytes, b_end: int, limit: int) -> int:
+    """Return how many tokens, at most `limit`, are equal right before `a_end` and `b_end`."""
+    a_end, b_end = a_end * _TOKEN_BYTES, b_end * _TOKEN_BYTES
+    low, high, size = 0, limit * _TOKEN_BYTES, 16 * _TOKEN_BYTES
+    while low < high:
+        end = min(low + size, high)
+        if a[a_end - end : a_end - low] != b[b_end - end : b_end - low]:
+            high = end
+            break
+        low = end
+        size = min(2 * size, _COMPARED_BYTES)
+    else:
+        return limit
+    # All is equal within `low`, and something differs within `high`.
+    while high - low > _TOKEN_BYTES:
+        middle = (low + high) // (2 * _TOKEN_BYTES) * _TOKEN_BYTES
+        if a[a_end - middle : a_end - low] == b[b_end - middle : b_end - low]:
             low = middle
         else:
             high = middle

@@ -6,7 +6,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from leyline_agent.core.alignment import Run, align
+from leyline_agent.core.alignment import Run, align, pack
 from leyline_agent.core.protocol import Directive, Reason
 from leyline_agent.errors import PlanError
 
@@ -15,6 +15,8 @@ _MAX_GROWTH = 16
 _GRAM_TOKENS = 16
 _MAX_GRAMS = 4096
 _TOKEN_BYTES = 4
+_GRAMS_COST = 3
+"""Units of the budget for each token that `_unique_grams` looks at."""
 _TAIL_TOKENS = 32
 """What may differ at the end of a base without meaning anything: a few generated tokens, a template's own words."""
 
@@ -42,8 +44,16 @@ def diff_token_ids(old_ids: Sequence[int], new_ids: Sequence[int], *, budget: in
     Raises:
         PlanError: with reason `diff_budget`, or `token_out_of_vocabulary` for ids that are no uint32.
     """
+    # Slices of arrays compare faster than others.
+    old_ids, new_ids = pack(old_ids), pack(new_ids)
     runs = align(old_ids, new_ids, budget=budget)
     if _grows(runs):
+        if _GRAMS_COST * (len(old_ids) + len(new_ids)) > budget:
+            raise PlanError(
+                f"diff of {len(old_ids)} old and {len(new_ids)} new tokens gave up: a budget of {budget} is too small "
+                "to tell whether an old text stands further right now; raise it",
+                reason=Reason.DIFF_BUDGET,
+            )
         steady = align(old_ids, new_ids, budget=budget, max_growth=_MAX_GROWTH)
         runs = _truer(runs, steady, old_ids, new_ids)
     directives = _directives(old_ids, new_ids, runs)
@@ -100,7 +110,7 @@ def _unique_grams(old_ids: Sequence[int], new_ids: Sequence[int], same: int) -> 
     Only grams at every other old position are looked at, or fewer in a long text: a token that two texts do not share
     makes as many grams unique as a gram has tokens.
     """
-    old, new = array("I", old_ids[same:]).tobytes(), array("I", new_ids[same:]).tobytes()
+    old, new = pack(old_ids[same:]).tobytes(), pack(new_ids[same:]).tobytes()
     size = _GRAM_TOKENS * _TOKEN_BYTES
     step = _TOKEN_BYTES * max(2, len(old) // (_TOKEN_BYTES * _MAX_GRAMS))
     num_old = dict.fromkeys((old[at : at + size] for at in range(0, len(old) - size + 1, step)), 0)
@@ -135,21 +145,19 @@ def _directives(old_ids: Sequence[int], new_ids: Sequence[int], runs: Sequence[R
     return directives
 
 
-def _check(old_ids: Sequence[int], new_ids: Sequence[int], directives: list[Directive]) -> None:
+def _check(old_ids: array[int], new_ids: array[int], directives: list[Directive]) -> None:
     """Refuse directives that would serve another prompt than the one asked for, whatever fault made them."""
-    # Slices of arrays compare faster than tuples.
-    old, new = array("I", old_ids), array("I", new_ids)
     old_at = new_at = 0
     for directive in directives:
         kept_end = new_at + directive.start - old_at
         replaced_end = kept_end + len(directive.replacement_ids)
-        if old[old_at : directive.start] != new[new_at:kept_end] or directive.replacement_ids != tuple(
-            new[kept_end:replaced_end]
+        if old_ids[old_at : directive.start] != new_ids[new_at:kept_end] or directive.replacement_ids != tuple(
+            new_ids[kept_end:replaced_end]
         ):
             raise PlanError(
                 f"directive [{directive.start}, {directive.end}) does not lead to the new prompt; please report it",
                 reason=Reason.INTERNAL_ERROR,
             )
         old_at, new_at = directive.end, replaced_end
-    if old[old_at:] != new[new_at : new_at + len(old) - old_at]:
+    if old_ids[old_at:] != new_ids[new_at : new_at + len(old_ids) - old_at]:
         raise PlanError("the tail of the base is not in the new prompt; please report it", reason=Reason.INTERNAL_ERROR)

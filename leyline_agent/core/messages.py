@@ -10,6 +10,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -136,8 +137,8 @@ def _is_same(left: object, right: object) -> bool:
     """Tell whether two values are the same to the letter: 1 and True are not, nor are two orders of keys."""
     try:
         return left == right and orjson.dumps(left, option=_STRICT) == orjson.dumps(right, option=_STRICT)
-    except TypeError:
-        # There is something in it that this has no form for.
+    except (TypeError, ValueError):
+        # There is something in it that this has no form for, or that does not compare, such as an array.
         return False
 
 
@@ -204,9 +205,11 @@ _STRICT = orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
 
 
 def _canonical(raw: Mapping[str, Any]) -> bytes:
-    try:
-        return orjson.dumps(raw, _plain_mapping, _STRICT | orjson.OPT_SORT_KEYS)
-    except TypeError:
-        # Half of a surrogate pair, an integer of more than 64 bits, a key that is no string; or an error, which this
-        # names better.
-        return json.dumps(raw, sort_keys=True, separators=(",", ":"), default=_plain_mapping).encode("ascii")
+    with suppress(TypeError):
+        written = orjson.dumps(raw, _plain_mapping, _STRICT | orjson.OPT_SORT_KEYS)
+        # That also stands for a number that is none, which is something else.
+        if b"null" not in written:
+            return written
+    # Or half of a surrogate pair, an integer of more than 64 bits, a key that is no string; or an error, which this
+    # names better.
+    return json.dumps(raw, sort_keys=True, separators=(",", ":"), default=_plain_mapping).encode("ascii")

@@ -272,7 +272,7 @@ class ChatTurns:
     def may_be_refused(self, server: str, error: openai.APIStatusError) -> bool:
         """Tell whether a server's error may be about the note."""
         if OUTCOME_HEADER not in error.response.headers:
-            return self._server(server).may_be_refused(str(error).encode())
+            return self._server(server).may_be_refused(str(error).encode(errors="replace"))
         self._server(server).add_taken(has_outcome=True)
         return False
 

@@ -6,6 +6,7 @@ Facts are those of SGLang 0.5.23; each was read in its source or seen when runni
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import time
 from array import array
@@ -23,6 +24,8 @@ from leyline_kernels.layer_buffers import LayerBuffers
 from leyline_kernels.layout import MlaLayout
 
 from leyline_agent.core.protocol import NOTE_KEY
+
+logger = logging.getLogger(__name__)
 
 SUPPORTED_VERSIONS = ("0.5.23",)
 
@@ -150,6 +153,13 @@ def around_prefill(observe: Callable[[list[tuple[int, int]], float], None]) -> N
 
     running: deque[tuple[list[tuple[int, int]], Any, Any]] = deque()
 
+    def tell(lengths: list[tuple[int, int]], ms: float) -> None:
+        # A process boundary: what it makes of the time must not stop the scheduler.
+        try:
+            observe(lengths, ms)
+        except Exception:
+            logger.exception("leyline: the time of a prefill batch is not counted")
+
     def timed(original: Callable[..., Any], worker: Any, batch: Any = None, *args: Any, **kwargs: Any) -> Any:
         if batch is None or batch.forward_mode != ForwardMode.EXTEND:
             return original(worker, batch, *args, **kwargs)
@@ -157,7 +167,7 @@ def around_prefill(observe: Callable[[list[tuple[int, int]], float], None]) -> N
         if not _on_cuda():
             started = time.perf_counter()
             result = original(worker, batch, *args, **kwargs)
-            observe(lengths, (time.perf_counter() - started) * 1e3)
+            tell(lengths, (time.perf_counter() - started) * 1e3)
             return result
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
@@ -169,7 +179,7 @@ def around_prefill(observe: Callable[[list[tuple[int, int]], float], None]) -> N
     def ended(_scheduler: Any, _batch: Any) -> None:
         while running and running[0][2].query():
             lengths, begin, end = running.popleft()
-            observe(lengths, begin.elapsed_time(end))
+            tell(lengths, begin.elapsed_time(end))
 
     HookRegistry.register(_SRT + "managers.tp_worker.TpModelWorker.forward_batch_generation", timed, HookType.AROUND)
     after_batch(ended)

@@ -6,7 +6,7 @@ own turns. What is not known yet is spliced, so that it becomes known.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -15,8 +15,11 @@ from leyline_sglang.prefill_cost import Cost, saved_by_moving
 _REMEMBERED = 16
 """Splices of one size whose median is what one costs."""
 _TRIED_AGAIN = 32
-"""After so many turns in a row that were held back, one is spliced: what a splice costs may have been measured while
-the server was held up, and would never be measured again."""
+"""After so many turns of a size that were held back, one is spliced: what a splice costs may have been measured while
+the server was held up, and would never be measured again. What it took then stands alone for its size."""
+
+Size = tuple[bool, int]
+"""In one step or not, and the bits of the number of moved tokens."""
 
 
 @dataclass(slots=True)
@@ -25,16 +28,18 @@ class Gate:
 
     prefill_cost: Cost | None = None
     """As the scheduler said it last."""
-    _splices: dict[tuple[bool, int], deque[float]] = field(
-        default_factory=lambda: defaultdict(lambda: deque(maxlen=_REMEMBERED))
-    )
-    """Milliseconds, by path (in one step or not) and the bits of the number of moved tokens."""
-    _held_back: int = 0
-    """Turns in a row."""
+    _splices: dict[Size, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=_REMEMBERED)))
+    """Milliseconds."""
+    _held_back: Counter[Size] = field(default_factory=Counter)
+    """Turns since the last that was tried."""
 
     def observe(self, *, moved_tokens: int, one_step: bool, ms: float) -> None:
         """Take note of what a splice took; in one step without the prefill of R, which its request's batch computes."""
-        self._splices[one_step, moved_tokens.bit_length()].append(ms)
+        size = one_step, moved_tokens.bit_length()
+        if self._held_back[size] > _TRIED_AGAIN:
+            self._held_back[size] = 0
+            self._splices[size].clear()
+        self._splices[size].append(ms)
 
     def why_not(
         self, *, prompt_tokens: int, kept_tokens: int, moved_tokens: int, replacement_tokens: int, one_step: bool
@@ -57,10 +62,12 @@ class Gate:
             prefilled_tokens=0 if one_step else replacement_tokens,
             ms=0.0,
         )
-        if splice_ms is None or saved_ms is None or saved_ms > splice_ms or self._held_back >= _TRIED_AGAIN:
-            self._held_back = 0
+        if splice_ms is None or saved_ms is None or saved_ms > splice_ms:
             return None
-        self._held_back += 1
+        size = one_step, moved_tokens.bit_length()
+        self._held_back[size] += 1
+        if self._held_back[size] > _TRIED_AGAIN:
+            return None
         return (
             f"moving {moved_tokens} tokens would take {splice_ms:.1f} ms and save {saved_ms:.1f} ms of prefill; a note "
             "with gate: off has them moved all the same"

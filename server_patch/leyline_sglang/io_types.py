@@ -9,12 +9,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+import numpy as np
 from sglang.srt.managers.io_struct import BaseReq
 
 
 def pack(token_ids: Sequence[int]) -> bytes:
     """Return the ids as native int64 bytes."""
-    return array("q", token_ids).tobytes()
+    return np.asarray(token_ids, dtype=np.int64).tobytes()
 
 
 def unpack(packed: bytes) -> array[int]:
@@ -81,7 +82,9 @@ class CacheRequest(BaseReq, kw_only=True):  # type: ignore[misc,call-arg]
 
 
 class AdmissionRequest(BaseReq, kw_only=True):  # type: ignore[misc,call-arg]
-    """What is to be done when the scheduler admits a request that comes after this: the edits of its base.
+    """What is to be done when the scheduler admits a request that comes after this: the edits of its base, if any.
+
+    Then the request is served from where more of it is cached.
 
     Each step is a move as in `CacheRequest`, except that what is missing of its head is computed in the batch of the
     request itself.

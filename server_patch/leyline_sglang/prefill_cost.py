@@ -149,13 +149,9 @@ def fit(batches: Collection[Batch]) -> Cost | None:
     if not _tells_sizes_apart(rows):
         return None
     floor_ms = _floor_ms(rows)
-    above = rows[rows[:, 3] > _ABOVE * floor_ms]
-    if len(above):
-        found = _simplest(above)
-        usual = above[above[:, 3] <= _OUTLIER * np.maximum(floor_ms, found[0] + above[:, :3] @ found[1:])]
-        if 0 < len(usual) < len(above):
-            found = _simplest(usual)
-        reach = _REACH
+    is_above = rows[:, 3] > _ABOVE * floor_ms
+    if is_above.any():
+        found, reach = _computed(rows, is_above, floor_ms), _REACH
     else:
         # All took as long: from where on longer ones would take longer is not known.
         found, reach = np.zeros(4), 1
@@ -172,6 +168,23 @@ def _floor_ms(rows: NDArray[np.float64]) -> float:
     """Return what the quickest size of batch usually takes."""
     sizes = np.floor(np.log2(rows[:, 0]))
     return min(float(np.median(rows[sizes == size, 3])) for size in np.unique(sizes))
+
+
+def _computed(rows: NDArray[np.float64], is_above: NDArray[np.bool_], floor_ms: float) -> NDArray[np.float64]:
+    """Fit what is computed to the batches that took longer than the floor, and to those at the floor that object.
+
+    What took no longer than the floor computed no longer either. Nothing else tells a batch that was held up.
+    """
+    used = is_above
+    while True:
+        found = _simplest(rows[used])
+        said = found[0] + rows[:, :3] @ found[1:]
+        objecting = ~used & (said > _ABOVE * floor_ms)
+        if not objecting.any():
+            break
+        used = used | objecting
+    usual = used & (rows[:, 3] <= _OUTLIER * np.maximum(floor_ms, said))
+    return _simplest(rows[usual]) if usual.any() and (usual != used).any() else found
 
 
 def _simplest(rows: NDArray[np.float64]) -> NDArray[np.float64]:

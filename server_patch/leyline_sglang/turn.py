@@ -38,7 +38,11 @@ Raises `PlanError` where the prefill was refused or aborted.
 """
 
 _THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="leyline")
-"""Of our own, so that long diffs do not take the threads in which every request's note is read."""
+"""Of our own, so that long diffs do not take the threads in which long notes are read."""
+_AT_ONCE_BUDGET = 20_000
+"""Of a diff that is made on the event loop, in 5 ms at most: a thread and back costs more where the loop is busy, since
+its interpreter changes threads every 5 ms. What takes longer is begun anew in a thread."""
+_AT_ONCE_DIRECTIVES = 256
 _ONE_STEP_DIRECTIVES = 4
 _ONE_STEP_TOKENS = 512
 """An edit of more is carried out before its request: each kept run takes a request slot of the one batch, and the R's
@@ -59,11 +63,16 @@ def salt_of(config: Config, conversation: Conversation) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """Edits that the scheduler carries out as it admits the request."""
+    """What the scheduler does as it admits the request: carry out edits, or only choose its namespace."""
 
     request: AdmissionRequest
     settle: Callable[[AdmissionReply], Awaitable[Served]]
     """Say how the request was served, once that is known."""
+
+    @property
+    def edits(self) -> bool:
+        """Whether it keeps other turns of the conversation waiting."""
+        return bool(self.request.steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +94,7 @@ class Served:
 class Turn:
     """Carries out the edits of one turn. Hold `conversation.lock` around `carry_out` and `splice`.
 
-    And until the request has answered, where the edits are only announced.
+    And until the scheduler says that they are done, where edits are only announced.
     """
 
     config: Config
@@ -136,7 +145,7 @@ class Turn:
         if note.mode == "reprefill" or base is None:
             return await self._reprefill(base)
         try:
-            base_ids, directives = await self._in_thread(self._directives, note, base)
+            base_ids, directives = await self._find_directives(note, base)
             self._count({"diff": (time.perf_counter() - self._started) * 1e3})
         except PlanError as error:
             _, edits = self._left_of_difference(base)
@@ -194,23 +203,22 @@ class Turn:
         `base_in_own` says in which namespace the base's rows are; `scrub` is for directives that forget. With `gated`
         nothing is done where prefilling again is cheaper.
         """
-        # In a thread, as thousands of directives take a while.
-        plan = await self._in_thread(partial(make_plan, directives, base_tokens=len(base_ids)))
+        planning = partial(make_plan, directives, base_tokens=len(base_ids))
+        # Thousands take a while.
+        plan = planning() if len(directives) <= _AT_ONCE_DIRECTIVES else await self._in_thread(planning)
         steps = self._steps(plan)
+        left = tuple(edit for edit in edits if edit.position < plan.prefix_tokens)
         if not steps and plan.first_forget is None:
-            left = tuple(edit for edit in edits if edit.position < plan.prefix_tokens)
             return await self._serve(Status.UNCHANGED, edits=left)
         one_step = self._fits_one_step(plan, steps)
         if gated and plan.first_forget is None and (why_not := self._why_not(plan, steps, one_step)):
-            left = tuple(edit for edit in edits if edit.position < plan.prefix_tokens)
             return await self._serve(Status.REPREFILL, reason=Reason.GATED, message=why_not, edits=left)
         if one_step:
             return self._announce(base_ids, directives, plan, steps, base_in_own, edits)
         started = time.perf_counter()
         done, reason, message, look = await self._take_steps(base_ids, plan, steps, base_in_own)
         if steps and reason is None:
-            took_ms = (time.perf_counter() - started) * 1e3
-            self.gate.observe(moved_tokens=self._moved, one_step=False, ms=took_ms)
+            self._observe_splice(steps, one_step=False, ms=(time.perf_counter() - started) * 1e3)
         if reason is None and len(plan.steps[: plan.first_forget]) > self.config.max_directives:
             reason = Reason.TOO_MANY_DIRECTIVES
             message = f"{len(directives)} directives, of which the first {self.config.max_directives} are carried out"
@@ -232,13 +240,21 @@ class Turn:
         fit = 1 + sum(map(bool, fills)) <= self.one_batch["requests"] and 2 * sum(fills) <= self.one_batch["tokens"]
         return fit and sum(fills) <= _ONE_STEP_TOKENS
 
+    def _observe_splice(self, steps: list[SpliceStep], *, one_step: bool, ms: float) -> None:
+        # Of a retry, whose rows stand there already, nothing is learnt.
+        if self._moved:
+            self.gate.observe(moved_tokens=self._num_moved(steps), one_step=one_step, ms=ms)
+
+    def _num_moved(self, steps: list[SpliceStep]) -> int:
+        """Return how many tokens steps move."""
+        return sum(src_end - src_start for _, src_start, src_end, _ in map(self._positions, steps))
+
     def _why_not(self, plan: SplicePlan, steps: list[SpliceStep], one_step: bool) -> str | None:
         """Return why the edit is better not spliced; see `Gate.why_not`."""
-        runs = [self._positions(step) for step in steps]
         return self.gate.why_not(
             prompt_tokens=len(self.new_ids),
             kept_tokens=plan.prefix_tokens,
-            moved_tokens=sum(src_end - src_start for _, src_start, src_end, _ in runs),
+            moved_tokens=self._num_moved(steps),
             replacement_tokens=sum(_fills(plan, steps)),
             one_step=one_step,
         )
@@ -278,7 +294,7 @@ class Turn:
             self._moved, self._prefilled = reply.moved, reply.filled
             self._take_account(reply, announced_ms)
             if reason is None:
-                self.gate.observe(moved_tokens=reply.moved, one_step=True, ms=reply.ms)
+                self._observe_splice(steps, one_step=True, ms=reply.ms)
             done = reply.steps_done
             # All of it was cached, or the run right of it was not.
             kept = plan.prefix_tokens if done else 0
@@ -320,8 +336,7 @@ class Turn:
         finished = reason is None
         status = Status.SPLICED if finished and done else Status.REPREFILL if finished else Status.REFUSED
         first = len(directives) if self._first_in_answer is None else self._first_in_answer
-        runs = [self._positions(step) for step in steps[:done] if step.directive_idx < first]
-        left_of_answer = sum(src_end - src_start for _, src_start, src_end, _ in runs)
+        left_of_answer = self._num_moved([step for step in steps[:done] if step.directive_idx < first])
         return await self._serve(
             Status.PARTIAL if done and not finished else status,
             reason=reason,
@@ -338,11 +353,21 @@ class Turn:
             look=look,
         )
 
-    def _directives(self, note: Note, base: RememberedTurn) -> tuple[array[int], list[Directive]]:
-        """Return base ids and directives. Runs in a thread: the diff of a long prompt takes milliseconds."""
+    async def _find_directives(self, note: Note, base: RememberedTurn) -> tuple[array[int], list[Directive]]:
+        """Return base ids and directives, of the note or by a diff."""
+        budget = self.config.diff_budget
+        if note.directives is None and budget > _AT_ONCE_BUDGET:
+            try:
+                return self._directives(note, base, _AT_ONCE_BUDGET)
+            except PlanError as error:
+                if error.reason != Reason.DIFF_BUDGET:
+                    raise
+        return await self._in_thread(self._directives, note, base, budget)
+
+    def _directives(self, note: Note, base: RememberedTurn, budget: int) -> tuple[array[int], list[Directive]]:
         sequences = base.sequences()
         if note.directives is None:
-            base_ids, directives = directives_from_diff(sequences, self.new_ids, budget=self.config.diff_budget)
+            base_ids, directives = directives_from_diff(sequences, self.new_ids, budget=budget)
         else:
             base_ids, directives = check_explicit(note, sequences, self.new_ids, vocab_size=self.vocab_size)
         self._first_in_answer = first_in_answer(base_ids, directives, answer_start=len(base.prompt_ids))
@@ -524,22 +549,26 @@ class Turn:
     def _announce_choice(self, state: Callable[[CacheReply | None], Served]) -> Served:
         """Leave the choice of the namespace to the scheduler: asked for it now, it answers after its next batch."""
         assert self.request_id is not None
+        shared_salt = self.conversation.scope[1]
         request = AdmissionRequest(
             request_id=self.request_id,
             prompt_tokens=len(self.new_ids),
-            shared_salt=self.conversation.scope[1],
+            shared_salt=shared_salt,
             own_salt=self.own_salt,
             has_namespace=True,
         )
         announced_ms = (time.perf_counter() - self._started) * 1e3
         # Until the scheduler says otherwise, and if it never does.
-        chosen = replace(state(None), cache_salt=self.own_salt, in_own=True)
+        own = replace(state(None), cache_salt=self.own_salt, in_own=True)
 
         async def settle(reply: AdmissionReply) -> Served:
             self._take_account(reply, announced_ms)
-            return chosen if reply.reason else state(reply)
+            # Of the namespace that was announced: another turn may have left it meanwhile for a new one.
+            in_own = bool(reply.reason) or reply.new_own >= reply.new_shared
+            outcome = state(reply).outcome
+            return replace(own, outcome=outcome, cache_salt=own.cache_salt if in_own else shared_salt, in_own=in_own)
 
-        return replace(chosen, announced=Announced(request, settle))
+        return replace(own, announced=Announced(request, settle))
 
     def _take_account(self, reply: AdmissionReply, announced_ms: float) -> None:
         self._scheduler_ms += reply.ms

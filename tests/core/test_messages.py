@@ -1,5 +1,6 @@
 import copy
 import json
+import math
 
 import pytest
 from hypothesis import given
@@ -118,6 +119,13 @@ def test_digest_is_that_of_the_dict_whatever_the_order_of_its_keys():
 def test_digest_tells_messages_apart(changed):
     base = {"role": "user", "content": "a"}
     assert Message.from_openai(base).digest() != Message.from_openai({**base, **changed}).digest()
+
+
+def test_digest_tells_numbers_that_are_none_apart():
+    """A proxy's JSON may have them, and orjson writes null for each."""
+    values = (None, math.nan, math.inf, -math.inf)
+    digests = {Message.from_openai({"role": "user", "content": None, "extra": [value]}).digest() for value in values}
+    assert len(digests) == len(values)
 
 
 def test_digest_names_the_type_that_has_no_json_form():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 
 import pytest
 from leyline_sglang.gate import Gate
@@ -78,37 +76,45 @@ def test_a_splice_costs_what_most_of_its_size_took() -> None:
     assert "1.0 ms" in (_why_not(old, 60) or "")
 
 
-def test_one_of_many_that_are_held_back_is_tried_again() -> None:
+def test_one_of_many_of_a_size_that_are_held_back_is_tried_again() -> None:
     """A first splice that compiled a kernel would keep all others out for good."""
     gate = _gate(splice_ms=60_000)
-    held_back = [_why_not(gate, 900) is not None for _ in range(33 * 3)]
-    assert held_back == ([True] * 32 + [False]) * 3
-    gate.observe(moved_tokens=900, one_step=True, ms=5.0)
-    gate.observe(moved_tokens=900, one_step=True, ms=5.0)
+    for _ in range(20):
+        gate.observe(moved_tokens=600, one_step=True, ms=60_000)
+    for ms in (50_000.0, 5.0):
+        for _ in range(32):
+            assert _why_not(gate, 900) is not None
+            # Others go their own way.
+            _why_not(gate, 90_000)
+        assert _why_not(gate, 900) is None
+        gate.observe(moved_tokens=900, one_step=True, ms=ms)
+    # What was just measured stands alone.
     assert _why_not(gate, 900) is None
+    assert "5.0 ms" in (_why_not(gate, 60) or "")
 
 
-@pytest.fixture(scope="module")
-def gated(serve_probed: Callable[..., AbstractContextManager[Live]]) -> Iterator[Live]:
-    """A server that has measured its prefill, and one splice: of 30 tokens, held up for longer than any would save."""
-    # In two steps, between which there is a place to stop.
-    with serve_probed(LEYLINE_GATE="1", LEYLINE_ONE_STEP="0") as live:
-        for tokens in (8, 100, 1000):
-            live.generate(live.ids(tokens, tokens), max_new_tokens=1)
-        with live.stopped("before_prefill") as stop:
-            first = live.send(*_edited(live, 30), max_new_tokens=1)
-            stop.wait()
-            time.sleep(3)
-        assert _status(first.result()) == ("spliced", None)
-        yield live
+TOO_LONG_MS, AT_ONCE_MS = 1e6, 1e-6
 
 
-def _edited(live: Live, downstream: int, **more: object) -> tuple[list[int], dict[str, object]]:
-    """Begin a conversation; return a prompt with 20 tokens left of `downstream` others replaced, and its note."""
-    seed = downstream + len(more)
-    conversation, base = new_conversation(), live.ids(120 + downstream, seed)
+@pytest.fixture
+def gated(live: Live) -> Iterator[Callable[[float], Live]]:
+    """Return the shared server with its gate in force, as if its splices so far had all taken so long."""
+    for tokens in (8, 100, 1000):
+        live.generate(live.ids(tokens, tokens), note(new_conversation(), "1"), max_new_tokens=1)
+
+    def splices_take(ms: float | None) -> Live:
+        live.http.post("/probe", json={"splices_take_ms": ms}).raise_for_status()
+        return live
+
+    yield splices_take
+    splices_take(None)
+
+
+def _edited(live: Live, *, replacement_tokens: int = 5, **more: object) -> tuple[list[int], dict[str, object]]:
+    """Begin a conversation; return a prompt with 20 tokens left of 300 others replaced, and its note."""
+    conversation, base = new_conversation(), live.ids(420, replacement_tokens)
     live.generate(base, note(conversation, "1"), max_new_tokens=1)
-    edited = base[:100] + live.ids(5, seed + 1) + base[120:] + live.ids(9, seed + 2)
+    edited = base[:100] + live.ids(replacement_tokens, 1) + base[120:] + live.ids(9, 2)
     return edited, note(conversation, "2", "1", **more)
 
 
@@ -118,36 +124,40 @@ def _status(answer: Answer) -> tuple[str, str | None]:
 
 
 @pytest.mark.sglang
-def test_a_live_server_holds_back_what_does_not_pay(gated: Live) -> None:
-    edited, told = _edited(gated, 40)
-    answer = gated.generate(edited, told, max_new_tokens=3)
+@pytest.mark.parametrize("replacement_tokens", [5, 600], ids=["one_step", "two_steps"])
+def test_a_live_server_holds_back_what_does_not_pay(gated: Callable[[float], Live], replacement_tokens: int) -> None:
+    live = gated(TOO_LONG_MS)
+    edited, told = _edited(live, replacement_tokens=replacement_tokens)
+    answer = live.generate(edited, told, max_new_tokens=3)
     assert _status(answer) == ("reprefill", "gated")
     assert answer.outcome is not None
-    assert "moving 40 tokens" in answer.outcome["message"]
+    assert "moving 300 tokens" in answer.outcome["message"]
     assert "moved_tokens" not in answer.outcome
-    assert answer.output_ids == gated.generate(edited, max_new_tokens=3, cache_salt="elsewhere").output_ids
+    assert answer.output_ids == live.generate(edited, max_new_tokens=3, cache_salt="elsewhere").output_ids
     assert answer.cached_tokens == 100
-    assert _status(gated.generate(*_edited(gated, 40, gate="off"))) == ("spliced", None)
+    again, told = _edited(live, replacement_tokens=replacement_tokens, gate="off")
+    assert _status(live.generate(again, told)) == ("spliced", None)
 
 
 @pytest.mark.sglang
-def test_after_a_turn_that_was_held_back_the_next_one_is_spliced(gated: Live) -> None:
+@pytest.mark.parametrize("replacement_tokens", [5, 600], ids=["one_step", "two_steps"])
+def test_a_live_server_splices_what_pays(gated: Callable[[float], Live], replacement_tokens: int) -> None:
+    live = gated(AT_ONCE_MS)
+    assert _status(live.generate(*_edited(live, replacement_tokens=replacement_tokens))) == ("spliced", None)
+
+
+@pytest.mark.sglang
+def test_after_a_turn_that_was_held_back_the_next_one_is_spliced(gated: Callable[[float], Live]) -> None:
     """It is a turn as any other: remembered, and served from where more of it is cached."""
-    conversation, base = new_conversation(), gated.ids(500, 1)
-    gated.generate(base, note(conversation, "1"), max_new_tokens=1)
-    first = base[:450] + gated.ids(3, 2) + base[470:]
-    assert _status(gated.generate(first, note(conversation, "2", "1"))) == ("reprefill", "gated")
-    second = first[:50] + gated.ids(3, 3) + first[100:] + gated.ids(5, 4)
-    assert _status(gated.generate(second, note(conversation, "3", "2", gate="off"))) == ("spliced", None)
-    third = [*second[:390], *gated.ids(3, 5), *second[410:]]
-    answer = gated.generate(third, note(conversation, "4", "3"))
+    live = gated(TOO_LONG_MS)
+    conversation, base = new_conversation(), live.ids(500, 1)
+    live.generate(base, note(conversation, "1"), max_new_tokens=1)
+    first = base[:450] + live.ids(3, 2) + base[470:]
+    assert _status(live.generate(first, note(conversation, "2", "1"))) == ("reprefill", "gated")
+    second = first[:50] + live.ids(3, 3) + first[100:] + live.ids(5, 4)
+    assert _status(live.generate(second, note(conversation, "3", "2", gate="off"))) == ("spliced", None)
+    third = [*second[:390], *live.ids(3, 5), *second[410:]]
+    answer = live.generate(third, note(conversation, "4", "3"))
     assert _status(answer) == ("reprefill", "gated")
     # From its own namespace, where the turn before stands.
     assert answer.cached_tokens >= 390
-
-
-@pytest.mark.sglang
-def test_what_pays_is_spliced_again_once_splices_are_quick(gated: Live) -> None:
-    for _ in range(4):
-        gated.generate(*_edited(gated, 2000, gate="off"))
-    assert _status(gated.generate(*_edited(gated, 2000))) == ("spliced", None)

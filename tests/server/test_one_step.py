@@ -237,13 +237,21 @@ def test_what_no_batch_has_room_for_takes_two_steps(narrow: Live) -> None:
     assert not _in_one_step(answer)
 
 
+@pytest.mark.parametrize("what", ["edited", "grown"])
 @pytest.mark.parametrize("how", ["leaves", "aborts"])
-def test_a_request_that_ends_before_it_is_admitted(narrow: Live, how: str) -> None:
+def test_a_request_that_ends_before_it_is_admitted(narrow: Live, how: str, what: str) -> None:
+    """Its edits are not carried out, or it is not told from where it would have been served."""
     live = narrow
     conversation, base = _begin(live)
     prompt = _edited(live, base)
-    busy = live.send(live.ids(40, 8), max_new_tokens=300)
-    live.wait_until(lambda: live.counts()["running"] > 0)
+    if what == "grown":
+        edited = live.generate(prompt, note(conversation, "1", "1"))
+        assert _status(edited) == "spliced"
+        prompt = prompt + edited.output_ids + live.ids(9, 4)
+    # An R needs room of its own, a grown prompt only its own.
+    num_busy = {"edited": 1, "grown": 2}[what]
+    busy = [live.send(live.ids(40, 8 + idx), max_new_tokens=300) for idx in range(num_busy)]
+    live.wait_until(lambda: live.counts()["running"] == num_busy)
     if how == "leaves":
         with live.caller(prompt, note(conversation, "2", "1"), stream=True):
             live.wait_until(lambda: live.counts()["announced"] > 0)
@@ -251,8 +259,10 @@ def test_a_request_that_ends_before_it_is_admitted(narrow: Live, how: str) -> No
         answer = live.send(prompt, note(conversation, "2", "1"), rid="mine")
         live.wait_until(lambda: live.counts()["announced"] > 0)
         live.http.post("/abort_request", json={"rid": "mine"})
-        assert _status(answer.result()) == "aborted"
+        assert _status(answer.result()) == {"edited": "aborted", "grown": "unchanged"}[what]
     live.wait_until(lambda: live.counts()["announced"] == 0)
-    assert len(busy.result().output_ids) == 300
+    assert all(len(one.result().output_ids) == 300 for one in busy)
     again = live.generate(prompt, note(conversation, "3", "1"))
-    assert _status(again) == "spliced"
+    assert _status(again) == {"edited": "spliced", "grown": "unchanged"}[what]
+    if what == "grown":
+        assert again.cached_tokens == len(prompt) - 10

@@ -82,6 +82,17 @@ def test_batches_that_were_held_up_do_not_count() -> None:
     assert cost.floor_ms == pytest.approx(_ms(7, 250), rel=0.05)
 
 
+@pytest.mark.parametrize("num_held_up", [1, 2, 3])
+@pytest.mark.parametrize("held_up_ms", [40.0, 60.0, 500.0])
+def test_short_batches_that_were_held_up_are_contradicted_by_longer_ones(num_held_up: int, held_up_ms: float) -> None:
+    """Five milliseconds a token, were they believed."""
+    lengths = [(2**bits, 0) for bits in range(3, 13)]
+    cost = fit([*_batches(lengths, ms=lambda _tokens, _prefix: 30.0), *[(12, 78, 0, held_up_ms)] * num_held_up])
+    assert cost is not None
+    assert predict_ms(cost, 4096, 0) == pytest.approx(30, rel=0.3)
+    assert predict_ms(cost, 100, 0) == pytest.approx(30, rel=0.3)
+
+
 @pytest.mark.parametrize(
     "lengths", [[], [(100, 0)], [(100, 0)] * 9, [(100, 50 * idx) for idx in range(9)], [(7, 0), (6, 10), (40, 0)]]
 )

@@ -457,7 +457,7 @@ def test_a_refused_flush_forgets_nothing(live: Live) -> None:
     body = {
         "input_ids": live.ids(20, 11),
         "stream": True,
-        "sampling_params": {"max_new_tokens": 60, "ignore_eos": True},
+        "sampling_params": {"max_new_tokens": 300, "ignore_eos": True},
     }
     with live.http.stream("POST", "/generate", json=body) as response:
         lines = response.iter_lines()

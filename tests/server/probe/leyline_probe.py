@@ -262,6 +262,18 @@ def _record_serving() -> None:
     Serving.unsupported = unsupported_and_record
 
 
+def _open_gate(splices_take_ms: float | None) -> None:
+    """Have the cost gate decide from now on, as if all splices so far had taken so long; None closes it again."""
+    from leyline_sglang.gate import Gate
+
+    serving = _SERVING[0]
+    serving.config = serving.config.model_copy(update={"gate": splices_take_ms is not None})
+    serving.gate = Gate(serving.gate.prefill_cost)
+    if splices_take_ms is not None:
+        for one_step in (True, False):
+            serving.gate.observe(moved_tokens=1, one_step=one_step, ms=splices_take_ms)
+
+
 def _unfinished(manager: Any) -> dict[str, int]:
     """Return what requests leave behind in this process while they run, and must not leave once they have ended."""
     serving = _SERVING[0] if _SERVING else None
@@ -315,6 +327,8 @@ def activate() -> None:
             return await _PAUSES.wait(body["wait"], body["timeout_s"])
         if "resume" in body:
             return _PAUSES.resume(body["resume"])
+        if "splices_take_ms" in body:
+            return _open_gate(body["splices_take_ms"])
         if "announce" in body:
             # As if a request of that id were about to come with edits of this conversation.
             steps = [(0, 1, len(body["ids"]), 0)]
