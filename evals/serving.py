@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -189,11 +190,13 @@ def _environment(plugin: bool, device: str, env: Mapping[str, str]) -> dict[str,
 
 
 def free_port() -> int:
-    """Return a loopback port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a loopback port that nobody has now."""
+    while True:
+        # Below those that systems give to outgoing connections, one of which would have it before the server does.
+        port = 10_000 + secrets.randbelow(20_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _wait_until_ready(
@@ -212,6 +215,9 @@ def _wait_until_ready(
             with suppress(httpx.TransportError):
                 if http.get("/health").is_success and http.post("/flush_cache").is_success:
                     return
+            if b"address already in use" in log_path.read_bytes():
+                # It goes on without serving anybody.
+                raise ServerFailedError(f"the port of {url} was taken before the server had it; start it again")
             if time.monotonic() > deadline:
                 raise ServerFailedError(f"no answer from {url} within {timeout_s:.0f} s\n{_log_tail(log_path)}")
             time.sleep(0.1)

@@ -38,7 +38,7 @@ import httpx
 import pytest
 import yaml
 
-from evals.serving import RunningServer
+from evals.serving import RunningServer, free_port
 from evals.solve_rate.cli import make_parser as make_eval_parser
 from evals.solve_rate.config import parse_config
 from leyline_agent.cli.command import make_parser
@@ -314,7 +314,7 @@ for text, page, line in json.load(sys.stdin):
 @pytest.fixture(scope="module")
 def proxy_url(cpu_server: RunningServer) -> Iterator[str]:
     """Address of a proxy before the live server, started as the pages say."""
-    port = _free_port()
+    port = free_port()
     arguments = ["proxy", "--policy", "keep_last_tool_outputs", "--upstream", cpu_server.url, "--port", str(port)]
     environment = os.environ | {"LEYLINE_PROXY_KEY": secrets.token_urlsafe(24)}
     process = subprocess.Popen([sys.executable, "-m", "leyline_agent.cli", *arguments], env=environment)
@@ -325,15 +325,6 @@ def proxy_url(cpu_server: RunningServer) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(10)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 def _answers(url: str) -> bool:

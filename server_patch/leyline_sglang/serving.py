@@ -11,12 +11,10 @@ import json
 import logging
 import uuid
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
-
-import numpy as np
 
 from leyline_agent.core.plan import apply_directives, check_directives
 from leyline_agent.core.protocol import (
@@ -39,8 +37,15 @@ from leyline_sglang import compat
 from leyline_sglang.config import Config
 from leyline_sglang.gate import Gate
 from leyline_sglang.io_types import AdmissionReply, AdmissionRequest, CacheReply, CacheRequest, pack
-from leyline_sglang.namespaces import is_own_salt
 from leyline_sglang.note import parse_note, tag_request, take_note
+from leyline_sglang.request_checks import (
+    check_namespace,
+    check_no_own_salt,
+    check_request,
+    check_vocabulary,
+    checked_ids,
+    num_choices,
+)
 from leyline_sglang.sequences import Conversation, RememberedTurn, Scope, SequenceMemory, hash_id
 from leyline_sglang.turn import Announced, Served, Turn, salt_of
 
@@ -56,8 +61,6 @@ _NEVER_SEEN = (
     "this server does not know the conversation: what it has cached of it, if anything, before it was flushed, "
     "restarted or pushed out of memory, is only dropped as it ages"
 )
-_MAX_KEY = 1024
-"""Characters of a caller's extra_key or cache_salt: both are kept for each conversation."""
 _SHORT_NOTE = 8192
 """Characters of a note that is read on the event loop: in 0.1 ms, where a thread would take its turn after 5."""
 _MAX_EXPLICIT_EDITS = 256
@@ -117,7 +120,7 @@ class Serving:
         """Stand around `TokenizerManager.generate_request`."""
         text = None
         if not compat.is_internal(obj):
-            _check_no_own_salt(getattr(obj, "cache_salt", None))
+            check_no_own_salt(getattr(obj, "cache_salt", None))
             text = take_note(obj) if compat.is_generate(obj) else None
         if text is None:
             async with aclosing(original(manager, obj, http_request)) as stream:
@@ -137,7 +140,7 @@ class Serving:
         _show(http_request, prepared)
         # Else they were checked as the note was followed.
         if prepared.served is None:
-            _check_vocabulary(obj.input_ids, compat.vocab_size(manager))
+            check_vocabulary(obj.input_ids, compat.vocab_size(manager))
         deltas = bool(obj.stream) and compat.streams_deltas(manager)
         outputs: dict[str, array[int]] = {}
         announced = prepared.served.announced if prepared.served else None
@@ -262,9 +265,9 @@ class Serving:
             PlanError: nothing could be done; with the reason.
         """
         await self._check_server(manager)
-        _check_namespace(body.extra_key, body.cache_salt)
+        check_namespace(body.extra_key, body.cache_salt)
         vocab_size = compat.vocab_size(manager)
-        base_ids = _checked_ids(body.base_ids, vocab_size)
+        base_ids = checked_ids(body.base_ids, vocab_size)
         new_ids = await asyncio.to_thread(_edited, base_ids, body.directives, vocab_size)
         if len(new_ids) >= compat.context_tokens(manager):
             raise PlanError(
@@ -368,7 +371,7 @@ class Serving:
         Raises:
             PlanError: there is none; with the reason.
         """
-        _check_namespace(*scope)
+        check_namespace(*scope)
         found = self.memory.find(scope, conversation_id)
         return _live([] if found is None else [found], "for this extra_key and cache_salt")
 
@@ -395,7 +398,7 @@ class Serving:
             )
             turn_id = note.turn
             await self._check_server(manager)
-            _check_namespace(obj.extra_key, obj.cache_salt)
+            check_namespace(obj.extra_key, obj.cache_salt)
             if isinstance(obj.extra_key, list) or isinstance(obj.cache_salt, list):
                 raise PlanError("this request cannot be spliced: it has lists of cache keys", reason=_UNSUPPORTED)
             scope = (obj.extra_key, obj.cache_salt or None)
@@ -403,8 +406,8 @@ class Serving:
             if known is not None:
                 # Also where nothing can be spliced: what such a request caches is to be forgotten with the rest.
                 tag_request(obj, salt_of(self.config, known))
-            _check_request(obj)
-            prompt_ids = _checked_ids(obj.input_ids, compat.vocab_size(manager))
+            check_request(obj)
+            prompt_ids = checked_ids(obj.input_ids, compat.vocab_size(manager))
             if len(obj.input_ids) >= compat.context_tokens(manager):
                 raise PlanError("the prompt is longer than the model's context", reason=_UNSUPPORTED)
             if isinstance(obj.rid, str) and compat.is_running(manager, obj.rid):
@@ -435,13 +438,13 @@ class Serving:
         prompt_ids: array[int],
         held: AsyncExitStack,
     ) -> Served:
-        if obj.rid is None and not _num_choices(obj) > 1:
+        if obj.rid is None and not num_choices(obj) > 1:
             obj.rid = uuid.uuid4().hex
         rid = obj.rid if isinstance(obj.rid, str) else uuid.uuid4().hex
         # What aborts the request of a caller who leaves asks for it, and the engine sets it only later.
         obj.is_single = True
         turn = self._turn(generate, manager, obj, http_request, conversation, prompt_ids, note.turn, rid)
-        if not self.not_in_one_step() and obj.rid == rid and _num_choices(obj) == 1 and rid not in self._admissions:
+        if not self.not_in_one_step() and obj.rid == rid and num_choices(obj) == 1 and rid not in self._admissions:
             turn.request_id, turn.one_batch = rid, self._one_batch
             self._admissions[rid] = asyncio.get_running_loop().create_future()
         self._aborted[rid] = False
@@ -569,74 +572,6 @@ def _show(http_request: Any, prepared: _Prepared) -> None:
     """Put the outcome where the response header is made from; the first chunk is made before the headers go out."""
     if http_request is not None:
         http_request.scope[SCOPE_KEY] = prepared.outcome
-
-
-def _num_choices(obj: Any) -> int:
-    return int((obj.sampling_params or {}).get("n") or 1)
-
-
-def _check_request(obj: Any) -> None:
-    """Refuse what has no single list of token ids that alone decides its KV."""
-    problem = None
-    if not isinstance(obj.input_ids, list) or not obj.input_ids or not isinstance(obj.input_ids[0], int):
-        problem = "needs one list of token ids (no text, no batch)"
-    elif obj.image_data or obj.video_data or obj.audio_data:
-        problem = "multimodal input"
-    elif obj.session_params:
-        problem = "session_params"
-    elif obj.positional_embed_overrides is not None:
-        problem = "embedding overrides"
-    elif obj.return_logprob and obj.logprob_start_len is not None and obj.logprob_start_len >= 0:
-        problem = "log probabilities of the prompt, for which it is prefilled again whatever is cached"
-    if problem:
-        raise PlanError(f"this request cannot be spliced: {problem}", reason=_UNSUPPORTED)
-
-
-def _checked_ids(token_ids: Sequence[int], vocab_size: int) -> array[int]:
-    """Return the ids as they are remembered, int32."""
-    try:
-        packed = array("i", token_ids)
-        view = np.frombuffer(packed, dtype=np.int32)
-        wrong = view.min() < 0 or view.max() >= vocab_size
-    except OverflowError:
-        wrong = True
-    if wrong:
-        raise PlanError(
-            f"token ids must lie in [0, {vocab_size}), got {min(token_ids)} to {max(token_ids)}",
-            reason=Reason.TOKEN_OUT_OF_VOCABULARY,
-        )
-    return packed
-
-
-def _check_namespace(extra_key: Any, cache_salt: Any) -> None:
-    """Refuse a caller who names one of the namespaces that only the server derives, or one that is too long to keep."""
-    for key in (extra_key, cache_salt):
-        for text in key if isinstance(key, list) else [key]:
-            if text is not None and len(text) > _MAX_KEY:
-                raise PlanError(
-                    f"extra_key and cache_salt may have {_MAX_KEY} characters beside a note, got {len(text)}",
-                    reason=_UNSUPPORTED,
-                )
-    try:
-        _check_no_own_salt(cache_salt)
-    except ValueError as error:
-        raise PlanError(str(error), reason=Reason.BAD_NOTE) from error
-
-
-def _check_no_own_salt(cache_salt: Any) -> None:
-    """Answer 400 to a caller who names one of the namespaces that only the server derives."""
-    for salt in cache_salt if isinstance(cache_salt, list) else [cache_salt]:
-        if isinstance(salt, str) and is_own_salt(salt):
-            raise ValueError("cache_salt: values that begin with 'leyline-' are the server's own; choose another")
-
-
-def _check_vocabulary(input_ids: Any, vocab_size: int) -> None:
-    """Answer 400 to ids outside the vocabulary, which kill a stock server when they reach a prefill."""
-    if isinstance(input_ids, list) and input_ids and isinstance(input_ids[0], int):
-        try:
-            _checked_ids(input_ids, vocab_size)
-        except PlanError as error:
-            raise ValueError(str(error)) from error
 
 
 def _refused(error: PlanError, turn_id: str | None) -> Outcome:

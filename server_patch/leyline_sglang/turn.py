@@ -10,7 +10,6 @@ import asyncio
 import secrets
 import time
 from array import array
-from bisect import bisect_right
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -18,10 +17,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from leyline_agent.core.plan import SplicePlan, SpliceStep, make_plan
-from leyline_agent.core.protocol import Directive, DirectiveOutcome, Note, Outcome, Purge, Reason, Status
+from leyline_agent.core.protocol import Directive, Note, Outcome, Purge, Reason, Status
 from leyline_agent.core.token_ids import common_prefix
 from leyline_agent.errors import PlanError
 from leyline_sglang.config import Config
+from leyline_sglang.edit_log import MAX_EDITS, carried_over, directive_outcome, fill_tokens, made_by, num_worth_showing
 from leyline_sglang.gate import Gate
 from leyline_sglang.io_types import AdmissionReply, AdmissionRequest, CacheReply, CacheRequest, pack
 from leyline_sglang.namespaces import own_salt
@@ -47,8 +47,6 @@ _ONE_STEP_DIRECTIVES = 4
 _ONE_STEP_TOKENS = 512
 """An edit of more is carried out before its request: each kept run takes a request slot of the one batch, and the R's
 their part of its prefill budget."""
-_MAX_EDITS = 256
-"""Remembered of one turn. A `forget` of an older one gives up the whole namespace, as for any id that is in no log."""
 
 
 def salt_of(config: Config, conversation: Conversation) -> str:
@@ -236,7 +234,7 @@ class Turn:
         all_of_them = plan.first_forget is None and len(plan.steps) <= self.config.max_directives
         if self.request_id is None or not all_of_them or len(steps) > _ONE_STEP_DIRECTIVES:
             return False
-        fills = _fills(plan, steps)
+        fills = fill_tokens(plan, steps)
         fit = 1 + sum(map(bool, fills)) <= self.one_batch["requests"] and 2 * sum(fills) <= self.one_batch["tokens"]
         return fit and sum(fills) <= _ONE_STEP_TOKENS
 
@@ -255,7 +253,7 @@ class Turn:
             prompt_tokens=len(self.new_ids),
             kept_tokens=plan.prefix_tokens,
             moved_tokens=self._num_moved(steps),
-            replacement_tokens=sum(_fills(plan, steps)),
+            replacement_tokens=sum(fill_tokens(plan, steps)),
             one_step=one_step,
         )
 
@@ -280,8 +278,8 @@ class Turn:
             own_salt=self.own_salt,
             has_namespace=had_namespace,
             from_own=base_in_own,
-            num_fills=sum(1 for tokens in _fills(plan, steps) if tokens),
-            fill_tokens=sum(_fills(plan, steps)),
+            num_fills=sum(1 for tokens in fill_tokens(plan, steps) if tokens),
+            fill_tokens=sum(fill_tokens(plan, steps)),
             in_place=self.config.in_place,
             steps=[self._positions(step) for step in steps],
         )
@@ -304,13 +302,16 @@ class Turn:
         ended = "the request ended before its edits were carried out"
         outcome = Outcome(status=Status.REFUSED, reason=Reason.ABORTED, message=ended, turn=self.turn_id)
         # Some of them may have been: then a later `forget` finds them.
-        possible = (*_carry_over(edits, plan), *_made([secrets.token_hex(6) for _ in directives], plan, self.turn_id))
+        possible = (
+            *carried_over(edits, plan),
+            *made_by([secrets.token_hex(6) for _ in directives], plan, self.turn_id),
+        )
         return Served(
             outcome,
             self._salt(base_in_own),
             self.own_salt,
             conversation.nonce,
-            possible[-_MAX_EDITS:],
+            possible[-MAX_EDITS:],
             base_in_own,
             Announced(request, settle),
         )
@@ -329,10 +330,10 @@ class Turn:
         trim: int | None = None,
     ) -> Served:
         """State the outcome of the first `done` steps; edits from `trim` on are forgotten."""
-        num_shown = _num_shown(directives, steps, plan.first_forget)
+        num_shown = num_worth_showing(directives, steps, plan.first_forget)
         done_directives = steps[done - 1].directive_idx + 1 if done else 0
         carried = [secrets.token_hex(6) for _ in range(done_directives)]
-        new_edits = (*_carry_over(edits, plan), *_made(carried, plan, self.turn_id))
+        new_edits = (*carried_over(edits, plan), *made_by(carried, plan, self.turn_id))
         finished = reason is None
         status = Status.SPLICED if finished and done else Status.REPREFILL if finished else Status.REFUSED
         first = len(directives) if self._first_in_answer is None else self._first_in_answer
@@ -342,7 +343,7 @@ class Turn:
             reason=reason,
             message=message,
             directives=tuple(
-                _shown(directive, carried[idx] if idx < done_directives else None, idx >= first)
+                directive_outcome(directive, carried[idx] if idx < done_directives else None, idx >= first)
                 for idx, directive in enumerate(directives[: min(num_shown, self.config.max_directives)])
             ),
             num_directives=num_shown,
@@ -611,54 +612,4 @@ class Turn:
             stages_ms={name: round(ms, 3) for name, ms in self._stages_ms.items()},
             **facts,
         )
-        return Served(outcome, self._salt(in_own), self.own_salt, self.conversation.nonce, edits[-_MAX_EDITS:], in_own)
-
-
-def _fills(plan: SplicePlan, steps: list[SpliceStep]) -> list[int]:
-    """Return for each step how many tokens of R stand left of its kept run and right of the one before."""
-    first = 0
-    fills = []
-    for step in steps:
-        fills.append(sum(len(other.replacement) for other in plan.steps[first : step.directive_idx + 1]))
-        first = step.directive_idx + 1
-    return fills
-
-
-def _num_shown(directives: list[Directive], steps: list[SpliceStep], first_forget: int | None) -> int:
-    """Return how many directives are worth showing: those right of the last kept run only cut off the base's end."""
-    if first_forget is not None:
-        return len(directives)
-    return steps[-1].directive_idx + 1 if steps else 0
-
-
-def _shown(directive: Directive, edit_id: str | None, in_answer: bool) -> DirectiveOutcome:
-    return DirectiveOutcome(
-        start=directive.start,
-        end=directive.end,
-        replacement_tokens=len(directive.replacement_ids),
-        mode=directive.mode,
-        edit_id=edit_id,
-        in_answer=in_answer,
-    )
-
-
-def _carry_over(edits: tuple[Edit, ...], plan: SplicePlan) -> list[Edit]:
-    """Return earlier edits at their positions in the new prompt; inside a removed span, at its left end."""
-    starts = [step.removed.start for step in plan.steps]
-    return [replace(edit, position=_new_position(edit.position, plan, starts)) for edit in edits]
-
-
-def _new_position(position: int, plan: SplicePlan, starts: list[int]) -> int:
-    idx = bisect_right(starts, position) - 1
-    if idx < 0:
-        return position
-    step = plan.steps[idx]
-    in_kept_run = position >= step.kept.src.start
-    return position + step.kept.position_delta if in_kept_run else step.replacement.start
-
-
-def _made(edit_ids: list[str], plan: SplicePlan, turn_id: str | None) -> list[Edit]:
-    return [
-        Edit(edit_id, step.replacement.start, turn_id, len(step.removed), len(step.replacement))
-        for edit_id, step in zip(edit_ids, plan.steps, strict=False)
-    ]
+        return Served(outcome, self._salt(in_own), self.own_salt, self.conversation.nonce, edits[-MAX_EDITS:], in_own)
