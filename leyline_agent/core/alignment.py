@@ -20,7 +20,7 @@ import itertools
 import sys
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from heapq import nlargest
 from typing import NamedTuple
 
@@ -310,10 +310,21 @@ class _Aligner:
 def _common_prefix(a: bytes, a_at: int, b: bytes, b_at: int, limit: int) -> int:
     """Return how many tokens, at most `limit`, are equal from `a_at` and `b_at` on."""
     a_at, b_at = a_at * _TOKEN_BYTES, b_at * _TOKEN_BYTES
+    return _num_equal(lambda low, high: a[a_at + low : a_at + high] == b[b_at + low : b_at + high], limit)
+
+
+def _common_suffix(a: bytes, a_end: int, b: bytes, b_end: int, limit: int) -> int:
+    """Return how many tokens, at most `limit`, are equal right before `a_end` and `b_end`."""
+    a_end, b_end = a_end * _TOKEN_BYTES, b_end * _TOKEN_BYTES
+    return _num_equal(lambda low, high: a[a_end - high : a_end - low] == b[b_end - high : b_end - low], limit)
+
+
+def _num_equal(are_equal: Callable[[int, int], bool], limit: int) -> int:
+    """Return how many tokens are equal from the first on, where `are_equal` compares the bytes of a piece of them."""
     low, high, size = 0, limit * _TOKEN_BYTES, 16 * _TOKEN_BYTES
     while low < high:
         end = min(low + size, high)
-        if a[a_at + low : a_at + end] != b[b_at + low : b_at + end]:
+        if not are_equal(low, end):
             high = end
             break
         low = end
@@ -323,30 +334,7 @@ def _common_prefix(a: bytes, a_at: int, b: bytes, b_at: int, limit: int) -> int:
     # All is equal below `low`, and something differs below `high`.
     while high - low > _TOKEN_BYTES:
         middle = (low + high) // (2 * _TOKEN_BYTES) * _TOKEN_BYTES
-        if a[a_at + low : a_at + middle] == b[b_at + low : b_at + middle]:
-            low = middle
-        else:
-            high = middle
-    return low // _TOKEN_BYTES
-
-
-def _common_suffix(a: bytes, a_end: int, b: bytes, b_end: int, limit: int) -> int:
-    """Return how many tokens, at most `limit`, are equal right before `a_end` and `b_end`."""
-    a_end, b_end = a_end * _TOKEN_BYTES, b_end * _TOKEN_BYTES
-    low, high, size = 0, limit * _TOKEN_BYTES, 16 * _TOKEN_BYTES
-    while low < high:
-        end = min(low + size, high)
-        if a[a_end - end : a_end - low] != b[b_end - end : b_end - low]:
-            high = end
-            break
-        low = end
-        size = min(2 * size, _COMPARED_BYTES)
-    else:
-        return limit
-    # All is equal within `low`, and something differs within `high`.
-    while high - low > _TOKEN_BYTES:
-        middle = (low + high) // (2 * _TOKEN_BYTES) * _TOKEN_BYTES
-        if a[a_end - middle : a_end - low] == b[b_end - middle : b_end - low]:
+        if are_equal(low, middle):
             low = middle
         else:
             high = middle
