@@ -1,4 +1,5 @@
 import random
+from array import array
 
 import pytest
 from hypothesis import given, settings
@@ -305,3 +306,15 @@ def test_a_nearly_equal_output_read_again_is_not_served_from_the_evicted_one():
     new_ids = [*opening, *stub, *later, *asked, *changed]
     directives = diff_token_ids(old_ids, new_ids)
     assert [(d.start, d.end, len(d.replacement_ids)) for d in directives] == [(200, 1600, 9), (1690, 1691, 0)]
+
+
+@pytest.mark.parametrize("typecode", "iI")
+def test_ids_in_arrays_are_compared_as_those_in_lists(typecode):
+    old, new = [1, 2, 3, *range(100, 160), 4], [1, 2, 9, *range(100, 160), 5, 2**31 - 1]
+    assert diff_token_ids(array(typecode, old), array(typecode, new)) == diff_token_ids(old, new)
+
+
+def test_a_negative_id_in_an_array_is_refused():
+    with pytest.raises(PlanError, match="-1") as caught:
+        diff_token_ids(array("i", [1, 2, 3]), array("i", [1, -1, 3]))
+    assert caught.value.reason == Reason.TOKEN_OUT_OF_VOCABULARY
