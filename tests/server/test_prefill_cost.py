@@ -143,7 +143,7 @@ def test_a_meter_adds_up_a_batch_and_knows_nothing_before_two_sizes() -> None:
         meter.observe([(600, 100), (300, 0)], FIXED_MS + TOKEN_MS * 900 + PAIR_MS * pairs)
     assert meter.cost is not None
     predicted = predict_ms(meter.cost, 900, 0)
-    assert predicted == pytest.approx(_ms(900, 0), rel=0.15)
+    assert predicted == pytest.approx(_ms(900, 0), rel=0.1)
 
 
 def test_a_meter_remembers_long_prompts_through_many_short_turns() -> None:
