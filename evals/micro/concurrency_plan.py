@@ -21,7 +21,7 @@ PREFILL_MS, COLD_MS_PER_TOKEN, DECODE_MS = 100.0, 0.085, 8.0
 what an H200 takes for 16,384 tokens with DeepSeek-V2-Lite's shapes."""
 
 
-_LEAST_CONVERSATIONS = 6
+_LEAST_CONVERSATIONS = 12
 
 
 @dataclass(frozen=True, slots=True, order=True)
