@@ -1,7 +1,9 @@
-"""Plots of concurrency rows: `python -m evals.micro.concurrency_page rows.jsonl --out docs/figures`.
+"""Concurrency rows for people: `python -m evals.micro.concurrency_page ROWS --out docs/figures --table concurrency.md`.
 
 Three SVG files, a panel for each model, label, length and n: the median time of a turn, the hit rate, and what the
-splice gains over a re-prefill with its interval, each by the number of conversations. Plain strings, nothing loaded.
+splice gains over a re-prefill with its interval, each by the number of conversations; and the table of
+`concurrency_table.py`, which also says what is shown of cells that were measured more than once. Plain strings,
+nothing loaded.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from evals.micro.concurrency_rows import ARMS, BASELINE, PAIRED, read_rows, summaries
+from evals.micro.concurrency_rows import ARMS, PAIRED, read_rows, summaries
+from evals.micro.concurrency_table import markdown, one_of_each_cell
 from evals.replay.charts import nice_ceiling
 
 Row = Mapping[str, Any]
@@ -179,8 +182,7 @@ def _panel(panel: Panel, unit: str, low: float, high: float | None) -> str:
 
 
 def plots(found: Sequence[Row]) -> dict[str, str]:
-    """Return the plots of summaries by file name; cells without a baseline are left out."""
-    found = [summary for summary in found if BASELINE in summary["arms"]]
+    """Return the plots of summaries by file name."""
     rates = panels(found, ARMS, hit_rate)
     least = min(point.value for panel in rates for line in panel.lines.values() for point in line)
     return {
@@ -205,18 +207,24 @@ def plots(found: Sequence[Row]) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the plots and print their names."""
-    parser = argparse.ArgumentParser(prog="python -m evals.micro.concurrency_page", description="Plot rows.")
+    """Write the plots and the table, and print their names."""
+    parser = argparse.ArgumentParser(
+        prog="python -m evals.micro.concurrency_page", description="Plots and table of rows."
+    )
     parser.add_argument("files", type=Path, nargs="+", help="rows of evals.micro.concurrency")
-    parser.add_argument("--out", type=Path, required=True, help="a folder")
+    parser.add_argument("--out", type=Path, required=True, help="a folder for the plots")
+    parser.add_argument("--table", type=Path, help="a Markdown file")
     options = parser.parse_args(arguments)
-    found = summaries(row for file in options.files for row in read_rows(file))
-    if not any(summary["pairs"] for summary in found):
+    found = one_of_each_cell(summaries(row for file in options.files for row in read_rows(file)))
+    if not found:
         parser.error("no finished run of a splice and of a re-prefill in these files; nothing to plot")
     options.out.mkdir(parents=True, exist_ok=True)
-    for name, plot in plots(found).items():
-        (options.out / name).write_text(plot)
-        print(options.out / name)
+    written = {options.out / name: plot for name, plot in plots(found).items()}
+    if options.table is not None:
+        written[options.table] = markdown(found)
+    for path, text in written.items():
+        path.write_text(text)
+        print(path)
     return 0
 
 

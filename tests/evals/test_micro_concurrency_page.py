@@ -11,6 +11,8 @@ from evals.micro.concurrency_page import gain, hit_rate, p50, panels, plots
 from evals.micro.concurrency_rows import summaries
 from tests.evals.concurrency_runs import run
 
+REPOSITORY = Path(__file__).parents[2]
+
 ROWS = [
     run(arm, repeat, *([ms] * 2 for _ in range(concurrency)), concurrency=concurrency, model=model)
     for model in ("one", "two")
@@ -58,15 +60,26 @@ def test_plots_are_drawings_that_load_nothing() -> None:
         assert all(0 < value < float(height) for value in values)
 
 
-def test_files_become_plots(tmp_path: Path) -> None:
+def test_files_become_plots_and_a_table(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    assert concurrency_page.main([str(file), f"--out={tmp_path / 'out'}"]) == 0
+    table = tmp_path / "table.md"
+    assert concurrency_page.main([str(file), f"--out={tmp_path / 'out'}", f"--table={table}"]) == 0
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert names == ["concurrency-gain.svg", "concurrency-hit-rate.svg", "concurrency-p50.svg"]
+    assert len(table.read_text().splitlines()) == 2 + 4
 
 
 def test_files_without_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         concurrency_page.main([str(tmp_path / "none.jsonl"), f"--out={tmp_path}"])
     assert "nothing to plot" in capsys.readouterr().err
+
+
+def test_what_is_published_is_what_the_rows_say(tmp_path: Path) -> None:
+    results, figures = REPOSITORY / "evals" / "results", REPOSITORY / "docs" / "figures"
+    table = tmp_path / "concurrency.md"
+    assert concurrency_page.main([str(results / "concurrency.jsonl"), f"--out={tmp_path}", f"--table={table}"]) == 0
+    assert table.read_text() == (results / "concurrency.md").read_text()
+    for plot in tmp_path.glob("*.svg"):
+        assert plot.read_text() == (figures / plot.name).read_text()
