@@ -83,6 +83,14 @@ class Proxy:
                 await send_error(send, 502, "upstream_error", error.code, str(error))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, raw: bytes) -> None:
+        if self.upstream.has_sent(scope["headers"]):
+            message = (
+                f"the proxy's upstream {self.upstream.root} leads back to this proxy; start it with the server's "
+                "address as --upstream"
+            )
+            logger.error("%s", message)
+            await send_error(send, 508, "upstream_error", "upstream_loop", message)
+            return
         path = scope["raw_path"].decode("latin-1")
         if scope["query_string"]:
             path += "?" + scope["query_string"].decode("latin-1")

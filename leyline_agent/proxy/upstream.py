@@ -7,6 +7,7 @@ streams open, a chunk costs httpx and its pool 5 to 20 times as much (`python -m
 from __future__ import annotations
 
 import io
+import secrets
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 
@@ -80,6 +81,8 @@ class Upstream:
     def __init__(self, base_url: str, *, timeout_s: float, connect_timeout_s: float) -> None:
         self.root = server_root(base_url)
         self._timeout_s = timeout_s
+        # A pseudonym of this proxy alone, as RFC 9110, 7.6.3 lets it be.
+        self._name = b"leyline-" + secrets.token_hex(8).encode()
         self._session = aiohttp.ClientSession(
             # As many as there are clients: a limit would have one conversation wait for another.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
@@ -105,6 +108,7 @@ class Upstream:
             UpstreamError: there is no answer.
         """
         url = self.root + path
+        headers = [*headers, (b"via", b"1.1 " + self._name)]
         sent: CIMultiDict[str] = CIMultiDict((name.decode("ascii"), _text(value)) for name, value in headers)
         try:
             response = await self._session.request(
@@ -122,6 +126,10 @@ class Upstream:
         finally:
             # Gives the connection back where the body was read to its end.
             response.close() if not response.content.at_eof() else response.release()
+
+    def has_sent(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        """Whether a request with these headers has been sent by this very proxy, however many were between."""
+        return any(name.lower() == b"via" and self._name in value for name, value in headers)
 
     async def close(self) -> None:
         """Close the connections."""

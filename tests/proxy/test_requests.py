@@ -447,3 +447,35 @@ def test_a_policy_that_lacks_its_context_window_is_told_at_the_start(start_proxy
     rule = {"name": "r", "select": {"role": "tool"}, "replace": "[x]", "when": {"context": 0.5}}
     with pytest.raises(PolicyError, match="context window"):
         start_proxy(Policy.model_validate({"version": 1, "rules": [rule]}))
+
+
+def test_a_proxy_that_is_its_own_upstream_says_so(
+    start_proxy: Callable[..., str], ask: Ask, http: httpx.Client
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    looped = start_proxy(url=url, port=port)
+    for answer in (ask([{"role": "user", "content": "u"}], to=looped), http.get(looped + "/health")):
+        assert answer.status_code == 508
+        error = answer.json()["error"]
+        assert error["code"] == "upstream_loop"
+        assert "--upstream" in error["message"]
+
+
+def test_two_proxies_before_each_other_say_so(start_proxy: Callable[..., str], ask: Ask) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    first = start_proxy(url=f"http://127.0.0.1:{port}")
+    start_proxy(url=first, port=port)
+    answer = ask([{"role": "user", "content": "u"}], to=first)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (508, "upstream_loop")
+
+
+def test_two_proxies_in_a_row_work(start_proxy: Callable[..., str], ask: Ask, upstream: ScriptedUpstream) -> None:
+    behind = start_proxy()
+    assert ask([{"role": "user", "content": "u"}], to=start_proxy(url=behind)).status_code == 200
+    (received,) = upstream.received
+    assert len([value for name, value in received.headers if name.lower() == "via" and "leyline-" in value]) == 2
