@@ -7,9 +7,9 @@ in "all at once" every output but three goes in the turn that is timed. Before a
 and compared with the prompt. `edit_ms` is `PolicyRun.apply` alone, as in `evals.micro.policy`.
 
 `growth` is the plan's time over that at the shortest length, over how many times longer the history is: 1 is linear.
-`growth_without_gc` is the same while Python's garbage collector rests: a plan with thousands of directives makes enough
-objects to set off a full collection, which goes over everything else that the process holds, here the messages and ids
-of the benchmark itself.
+`growth_without_gc` is the same while Python's garbage collector rests. Its full collections go over everything else
+that the process holds, here the messages of the benchmark itself; they come with the number of objects that were made,
+in this turn and in those before.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import random
 import statistics
 import sys
 import time
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,11 +57,11 @@ class _Ids:
     """Random ids, the same for the same message: for each estimated token one, and four around a message."""
 
     def __init__(self) -> None:
-        self._known: dict[str, list[int]] = {}
+        self._known: dict[str, array[int]] = {}
 
-    def render(self, messages: Sequence[Message]) -> list[int]:
-        """Return the ids of a prompt."""
-        token_ids: list[int] = []
+    def render(self, messages: Sequence[Message]) -> array[int]:
+        """Return the ids of a prompt, in the form in which the server has them."""
+        token_ids = array("i")
         for message in messages:
             key = message.digest()
             if key not in self._known:
@@ -68,7 +69,8 @@ class _Ids:
                 size = max(1, len(message.text) // 4 + sum(len(call.arguments) // 4 for call in message.tool_calls))
                 # Messages of a role begin and end alike, as chat templates have them.
                 role = len(message.role)
-                self._known[key] = [1, role, *(rng.randrange(10, 100_000) for _ in range(size)), 2, 3]
+                words = (rng.randrange(10, 100_000) for _ in range(size))
+                self._known[key] = array("i", [1, role, *words, 2, 3])
             token_ids += self._known[key]
         return token_ids
 
@@ -129,8 +131,8 @@ def _measure(case: str, num_messages: int, repeats: int) -> dict[str, Any]:
     }
 
 
-def _check(base_ids: list[int], new_ids: list[int], directives: list[Directive]) -> None:
-    result = apply_directives(base_ids, directives)
+def _check(base_ids: array[int], new_ids: array[int], directives: list[Directive]) -> None:
+    result = array("i", apply_directives(base_ids, directives))
     if result != new_ids[: len(result)]:
         raise AssertionError("the directives do not lead to the prompt, so they are not timed")
 

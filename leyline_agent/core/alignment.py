@@ -20,7 +20,7 @@ import itertools
 import sys
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from heapq import nlargest
 from typing import NamedTuple
 
@@ -37,7 +37,8 @@ is worth more tokens than this; a larger value would give up the short messages 
 """
 
 _FORBIDDEN = 1 << 40
-_TOKEN_BYTES = 4
+TOKEN_BYTES = 4
+_TOKEN_BITS = 8 * TOKEN_BYTES
 _HIGHEST_BYTE = 3 if sys.byteorder == "little" else 0
 # (gram, step) of each round: runs of gram + step - 1 tokens are sure to hold a gram at a step. Long grams first, since
 # they are unique in text where short ones are everywhere; the last finds all that is worth keeping (19 < 4 + 16).
@@ -87,32 +88,29 @@ class _Region(NamedTuple):
     """Nothing that is kept stands to its right, so that new tokens there are no replacement but the prompt's rest."""
 
 
-def align(old_ids: Sequence[int], new_ids: Sequence[int], *, budget: int, max_growth: int | None = None) -> list[Run]:
-    """Return the runs of `old_ids` worth keeping, sorted and disjoint in both sequences.
+def align(old: bytes, new: bytes, *, budget: int, max_growth: int | None = None) -> list[Run]:
+    """Return the runs of `old` worth keeping, sorted and disjoint in both sequences, which `pack` has made.
 
     A common prefix, however short, is always the first of them. With `max_growth` no run is kept behind new tokens
     that outnumber by more than this the old ones they stand for.
 
     Raises:
-        PlanError: with reason `diff_budget` after about `budget` tenths of a microsecond of work, or
-            `token_out_of_vocabulary` for an id that is no uint32.
+        PlanError: with reason `diff_budget` after about `budget` tenths of a microsecond of work.
     """
-    return _Aligner(pack(old_ids), pack(new_ids), budget, max_growth).align()
+    return _Aligner(old, new, budget, max_growth).align()
 
 
-def pack(token_ids: Sequence[int]) -> array[int]:
-    """Return the ids as uint32: an array of these as it is, one of int32 copied at memory speed.
+def pack(token_ids: Sequence[int]) -> bytes:
+    """Return the ids as uint32: those of an array of these, or of int32, at memory speed.
 
     Raises:
         PlanError: with reason `token_out_of_vocabulary` for an id that is no uint32.
     """
-    if isinstance(token_ids, array) and token_ids.itemsize == _TOKEN_BYTES:
-        if token_ids.typecode == "I":
-            return token_ids
+    if isinstance(token_ids, array) and token_ids.typecode in ("i", "I"):
         copied = token_ids.tobytes()
         # The highest byte of a negative one is no ASCII.
-        if token_ids.typecode == "i" and copied[_HIGHEST_BYTE::_TOKEN_BYTES].isascii():
-            return array("I", copied)
+        if token_ids.typecode == "I" or copied[_HIGHEST_BYTE::TOKEN_BYTES].isascii():
+            return copied
     try:
         packed = array("I", token_ids)
     except OverflowError as error:
@@ -120,15 +118,25 @@ def pack(token_ids: Sequence[int]) -> array[int]:
             f"token ids lie between 0 and 2**32, got {min(token_ids)} to {max(token_ids)}",
             reason=Reason.TOKEN_OUT_OF_VOCABULARY,
         ) from error
-    assert packed.itemsize == _TOKEN_BYTES
-    return packed
+    assert packed.itemsize == TOKEN_BYTES
+    return packed.tobytes()
+
+
+def are_equal(a: bytes, a_at: int, b: bytes, b_at: int, num_tokens: int) -> bool:
+    """Tell whether as many tokens are equal from `a_at` and `b_at` on."""
+    a_at, b_at, size = a_at * TOKEN_BYTES, b_at * TOKEN_BYTES, num_tokens * TOKEN_BYTES
+    for low in range(0, size, _COMPARED_BYTES):
+        high = min(low + _COMPARED_BYTES, size)
+        if a[a_at + low : a_at + high] != b[b_at + low : b_at + high]:
+            return False
+    return True
 
 
 class _Aligner:
-    def __init__(self, old: array[int], new: array[int], budget: int, max_growth: int | None) -> None:
+    def __init__(self, old: bytes, new: bytes, budget: int, max_growth: int | None) -> None:
         self.max_growth = max_growth
-        self.old_tokens, self.new_tokens = len(old), len(new)
-        self.old, self.new = old.tobytes(), new.tobytes()
+        self.old_tokens, self.new_tokens = len(old) // TOKEN_BYTES, len(new) // TOKEN_BYTES
+        self.old, self.new = old, new
         self.budget = self.left = budget
 
     def align(self) -> list[Run]:
@@ -161,13 +169,19 @@ class _Aligner:
 
     def _maximal_runs(self, region: _Region, gram: int, step: int) -> list[Run]:
         """Return the runs of at least `gram` tokens that a scan of the region's new side meets."""
-        old, new, gram_bytes = self.old, self.new, gram * _TOKEN_BYTES
+        old, new, gram_bytes = self.old, self.new, gram * TOKEN_BYTES
         if min(region.old_end - region.old, region.new_end - region.new) < gram:
             return []
+        # Nearly every gram has one place: a list for each would be most of what a diff makes, and Python's garbage
+        # collector would go over them.
+        first_of: dict[bytes, int] = {}
         places_of: dict[bytes, list[int]] = {}
         for place in range(region.old, region.old_end - gram + 1, step):
-            at = place * _TOKEN_BYTES
-            places_of.setdefault(old[at : at + gram_bytes], []).append(place)
+            at = place * TOKEN_BYTES
+            key = old[at : at + gram_bytes]
+            first = first_of.setdefault(key, place)
+            if first != place:
+                places_of.setdefault(key, [first]).append(place)
         self._spend(_LOOKUP_COST * (region.old_end - region.old) // step)
 
         runs: list[Run] = []
@@ -177,16 +191,17 @@ class _Aligner:
         last = region.new_end - gram
         while position <= last:
             scan_start = position
-            places = None
-            while position <= last:
-                at = position * _TOKEN_BYTES
-                places = places_of.get(new[at : at + gram_bytes])
-                if places is not None:
+            first_met = None
+            for at in range(position * TOKEN_BYTES, last * TOKEN_BYTES + 1, TOKEN_BYTES):
+                key = new[at : at + gram_bytes]
+                first_met = first_of.get(key)
+                if first_met is not None:
                     break
-                position += 1
+            position = last + 1 if first_met is None else at // TOKEN_BYTES
             self._spend(_LOOKUP_COST * (position - scan_start + 1))
-            if places is None:
+            if first_met is None:
                 break
+            places = places_of.get(key) or [first_met]
             middle = bisect_left(places, old_at)
             near = places[max(0, middle - _PLACES_BEFORE) : middle + _PLACES_AFTER]
             # Steps meet one phase of text that repeats with another period only now and then.
@@ -218,8 +233,11 @@ class _Aligner:
         """Return the runs that keep most for what they cost, cut at their heads so that none overlap."""
         # A run cut at its head keeps its end, so ends put the members of any chain in order.
         runs = sorted(runs, key=lambda run: (run.new_end, run.old_end))
+        old_ends, new_ends = [run.old_end for run in runs], [run.new_end for run in runs]
         # Per run: score of the best chain that ends in it, index of the run before it there, tokens cut from its head.
-        ends: list[tuple[int, int | None, int]] = []
+        scores: list[int] = []
+        befores: list[int | None] = []
+        cuts: list[int] = []
         # Per run: the best score of it and all before it.
         bests: list[int] = []
         num_pairs = 0
@@ -232,32 +250,34 @@ class _Aligner:
             # From the nearest on, until none can be better; of equal ones the first in order is taken.
             while before_idx and bests[before_idx - 1] + length >= best_score:
                 before_idx -= 1
-                before = runs[before_idx]
-                old_gap = old_at - before.old - before.length
-                new_gap = new_at - before.new - before.length
-                cut = max(0, -old_gap, -new_gap)
-                if cut >= length:
-                    continue
-                score = ends[before_idx][0] + length - cut - self._gap_cost(old_gap + cut, new_gap + cut)
+                old_gap, new_gap = old_at - old_ends[before_idx], new_at - new_ends[before_idx]
+                cut = 0
+                if old_gap < 0 or new_gap < 0:
+                    cut = max(-old_gap, -new_gap)
+                    if cut >= length:
+                        continue
+                score = scores[before_idx] + length - cut - self._gap_cost(old_gap + cut, new_gap + cut)
                 if score > best_score or (score == best_score and best_idx is not None):
                     best_score, best_idx, best_cut = score, before_idx, cut
             num_pairs += idx - before_idx
             if num_pairs > _CHAIN_RUNS * len(runs):
                 return self._best_chain(_longest_runs(runs), region)
             self._spend(_PAIR_COST * (idx - before_idx))
-            ends.append((best_score, best_idx, best_cut))
+            scores.append(best_score)
+            befores.append(best_idx)
+            cuts.append(best_cut)
             bests.append(max(best_score, bests[-1]) if bests else best_score)
 
         best_score = -self._end_cost(region.old, region.new, region)
         last_idx: int | None = None
-        for idx, run in enumerate(runs):
-            score = ends[idx][0] - self._end_cost(run.old_end, run.new_end, region)
+        for idx, (ending, old_end, new_end) in enumerate(zip(scores, old_ends, new_ends, strict=True)):
+            score = ending - self._end_cost(old_end, new_end, region)
             if score > best_score:
                 best_score, last_idx = score, idx
         chain: list[Run] = []
         while last_idx is not None:
             run = runs[last_idx]
-            _, last_idx, cut = ends[last_idx]
+            cut, last_idx = cuts[last_idx], befores[last_idx]
             chain.append(Run(run.old + cut, run.new + cut, run.length - cut))
         chain.reverse()
         return chain
@@ -287,14 +307,14 @@ class _Aligner:
 
     def _find(self, new_at: int, length: int, old_at: int, old_end: int) -> int | None:
         """Return where the `length` tokens at `new_at` first stand as a whole in the old `[old_at, old_end)`."""
-        wanted = self.new[new_at * _TOKEN_BYTES : (new_at + length) * _TOKEN_BYTES]
-        at = old_at * _TOKEN_BYTES
-        while (at := self.old.find(wanted, at, old_end * _TOKEN_BYTES)) >= 0:
-            if at % _TOKEN_BYTES == 0:
+        wanted = self.new[new_at * TOKEN_BYTES : (new_at + length) * TOKEN_BYTES]
+        at = old_at * TOKEN_BYTES
+        while (at := self.old.find(wanted, at, old_end * TOKEN_BYTES)) >= 0:
+            if at % TOKEN_BYTES == 0:
                 break
             at += 1
         self._spend((max(old_end, old_at) - old_at) // _FIND_TOKENS)
-        return at // _TOKEN_BYTES if at >= 0 else None
+        return at // TOKEN_BYTES if at >= 0 else None
 
     def _spend(self, units: int) -> None:
         self.left -= units
@@ -309,36 +329,33 @@ class _Aligner:
 
 def _common_prefix(a: bytes, a_at: int, b: bytes, b_at: int, limit: int) -> int:
     """Return how many tokens, at most `limit`, are equal from `a_at` and `b_at` on."""
-    a_at, b_at = a_at * _TOKEN_BYTES, b_at * _TOKEN_BYTES
-    return _num_equal(lambda low, high: a[a_at + low : a_at + high] == b[b_at + low : b_at + high], limit)
+    a_at, b_at = a_at * TOKEN_BYTES, b_at * TOKEN_BYTES
+    for low, high in _pieces(limit):
+        left, right = a[a_at + low : a_at + high], b[b_at + low : b_at + high]
+        if left != right:
+            differing = int.from_bytes(left, "little") ^ int.from_bytes(right, "little")
+            return low // TOKEN_BYTES + ((differing & -differing).bit_length() - 1) // _TOKEN_BITS
+    return limit
 
 
 def _common_suffix(a: bytes, a_end: int, b: bytes, b_end: int, limit: int) -> int:
     """Return how many tokens, at most `limit`, are equal right before `a_end` and `b_end`."""
-    a_end, b_end = a_end * _TOKEN_BYTES, b_end * _TOKEN_BYTES
-    return _num_equal(lambda low, high: a[a_end - high : a_end - low] == b[b_end - high : b_end - low], limit)
+    a_end, b_end = a_end * TOKEN_BYTES, b_end * TOKEN_BYTES
+    for low, high in _pieces(limit):
+        left, right = a[a_end - high : a_end - low], b[b_end - high : b_end - low]
+        if left != right:
+            differing = int.from_bytes(left, "little") ^ int.from_bytes(right, "little")
+            return high // TOKEN_BYTES - -(-differing.bit_length() // _TOKEN_BITS)
+    return limit
 
 
-def _num_equal(are_equal: Callable[[int, int], bool], limit: int) -> int:
-    """Return how many tokens are equal from the first on, where `are_equal` compares the bytes of a piece of them."""
-    low, high, size = 0, limit * _TOKEN_BYTES, 16 * _TOKEN_BYTES
-    while low < high:
-        end = min(low + size, high)
-        if not are_equal(low, end):
-            high = end
-            break
-        low = end
-        size = min(2 * size, _COMPARED_BYTES)
-    else:
-        return limit
-    # All is equal below `low`, and something differs below `high`.
-    while high - low > _TOKEN_BYTES:
-        middle = (low + high) // (2 * _TOKEN_BYTES) * _TOKEN_BYTES
-        if are_equal(low, middle):
-            low = middle
-        else:
-            high = middle
-    return low // _TOKEN_BYTES
+def _pieces(num_tokens: int) -> Iterator[tuple[int, int]]:
+    """Yield the bytes at which pieces of so many tokens start and end: short ones first, as most runs are."""
+    low, size = 0, 16 * TOKEN_BYTES
+    while low < num_tokens * TOKEN_BYTES:
+        high = min(low + size, num_tokens * TOKEN_BYTES)
+        yield low, high
+        low, size = high, min(2 * size, _COMPARED_BYTES)
 
 
 def _longest(runs: list[Run], *, behind: int) -> tuple[int, int]:

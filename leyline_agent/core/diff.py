@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from leyline_agent.core.alignment import Run, align, pack
+from leyline_agent.core.alignment import TOKEN_BYTES, Run, align, are_equal, pack
 from leyline_agent.core.protocol import Directive, Reason
 from leyline_agent.errors import PlanError
 
@@ -14,7 +13,6 @@ _MAX_GROWTH = 16
 """By how many tokens a stub may be longer than what it stands for before the alignment is looked at again."""
 _GRAM_TOKENS = 16
 _MAX_GRAMS = 4096
-_TOKEN_BYTES = 4
 _GRAMS_COST = 3
 """Units of the budget for each token that `_unique_grams` looks at."""
 _TAIL_TOKENS = 32
@@ -44,9 +42,8 @@ def diff_token_ids(old_ids: Sequence[int], new_ids: Sequence[int], *, budget: in
     Raises:
         PlanError: with reason `diff_budget`, or `token_out_of_vocabulary` for ids that are no uint32.
     """
-    # Slices of arrays compare faster than others.
-    old_ids, new_ids = pack(old_ids), pack(new_ids)
-    runs = align(old_ids, new_ids, budget=budget)
+    old, new = pack(old_ids), pack(new_ids)
+    runs = align(old, new, budget=budget)
     if _grows(runs):
         if _GRAMS_COST * (len(old_ids) + len(new_ids)) > budget:
             raise PlanError(
@@ -54,10 +51,10 @@ def diff_token_ids(old_ids: Sequence[int], new_ids: Sequence[int], *, budget: in
                 "to tell whether an old text stands further right now; raise it",
                 reason=Reason.DIFF_BUDGET,
             )
-        steady = align(old_ids, new_ids, budget=budget, max_growth=_MAX_GROWTH)
-        runs = _truer(runs, steady, old_ids, new_ids)
-    directives = _directives(old_ids, new_ids, runs)
-    _check(old_ids, new_ids, directives)
+        steady = align(old, new, budget=budget, max_growth=_MAX_GROWTH)
+        runs = _truer(runs, steady, old, new)
+    directives = _directives(len(old_ids), memoryview(new).cast("I"), runs)
+    _check(old, new, directives)
     return directives
 
 
@@ -75,7 +72,7 @@ def _grows(runs: Sequence[Run]) -> bool:
     return False
 
 
-def _truer(runs: list[Run], others: list[Run], old_ids: Sequence[int], new_ids: Sequence[int]) -> list[Run]:
+def _truer(runs: list[Run], others: list[Run], old: bytes, new: bytes) -> list[Run]:
     """Return `others`, which keeps fewer tokens, if it is nevertheless how the prompt came about.
 
     A conversation grows at its end, so the base's last messages are still there: `runs` it is, if `others` loses
@@ -83,11 +80,13 @@ def _truer(runs: list[Run], others: list[Run], old_ids: Sequence[int], new_ids: 
     however many equal ones there are: if `others` alone keeps the last messages, any of them that it alone has in
     place will do. Where both keep them, `others` must have more in place.
     """
-    behind_runs, behind_others = (len(old_ids) - (kept[-1].old_end if kept else 0) for kept in (runs, others))
+    behind_runs, behind_others = (
+        len(old) // TOKEN_BYTES - (kept[-1].old_end if kept else 0) for kept in (runs, others)
+    )
     if behind_others > behind_runs + _TAIL_TOKENS:
         return runs
     same = runs[0].length if runs and runs[0].old == runs[0].new == 0 else 0
-    places = _unique_grams(old_ids, new_ids, same)
+    places = _unique_grams(old, new, same)
     for_others = sum(_keeps(others, *place) > _keeps(runs, *place) for place in places)
     if behind_others < behind_runs - _TAIL_TOKENS:
         return others if for_others else runs
@@ -104,27 +103,27 @@ def _keeps(runs: list[Run], old_at: int, new_at: int) -> bool:
     return old_at + _GRAM_TOKENS <= run.old_end and new_at - old_at == run.new - run.old
 
 
-def _unique_grams(old_ids: Sequence[int], new_ids: Sequence[int], same: int) -> list[tuple[int, int]]:
+def _unique_grams(old: bytes, new: bytes, same: int) -> list[tuple[int, int]]:
     """Return old and new positions behind the first `same` of grams that occur once in each.
 
     Only grams at every other old position are looked at, or fewer in a long text: a token that two texts do not share
     makes as many grams unique as a gram has tokens.
     """
-    old, new = pack(old_ids[same:]).tobytes(), pack(new_ids[same:]).tobytes()
-    size = _GRAM_TOKENS * _TOKEN_BYTES
-    step = _TOKEN_BYTES * max(2, len(old) // (_TOKEN_BYTES * _MAX_GRAMS))
+    old, new = old[same * TOKEN_BYTES :], new[same * TOKEN_BYTES :]
+    size = _GRAM_TOKENS * TOKEN_BYTES
+    step = TOKEN_BYTES * max(2, len(old) // (TOKEN_BYTES * _MAX_GRAMS))
     num_old = dict.fromkeys((old[at : at + size] for at in range(0, len(old) - size + 1, step)), 0)
     new_places: dict[bytes, list[int]] = {gram: [] for gram in num_old}
     old_places: dict[bytes, int] = {}
-    for at in range(0, len(old) - size + 1, _TOKEN_BYTES):
+    for at in range(0, len(old) - size + 1, TOKEN_BYTES):
         gram = old[at : at + size]
         if gram in num_old:
             num_old[gram] += 1
-            old_places[gram] = at // _TOKEN_BYTES
-    for at in range(0, len(new) - size + 1, _TOKEN_BYTES):
+            old_places[gram] = at // TOKEN_BYTES
+    for at in range(0, len(new) - size + 1, TOKEN_BYTES):
         found = new_places.get(new[at : at + size])
         if found is not None and len(found) < 2:
-            found.append(at // _TOKEN_BYTES)
+            found.append(at // TOKEN_BYTES)
     return [
         (same + old_places[gram], same + new_places[gram][0])
         for gram, count in num_old.items()
@@ -132,7 +131,7 @@ def _unique_grams(old_ids: Sequence[int], new_ids: Sequence[int], same: int) -> 
     ]
 
 
-def _directives(old_ids: Sequence[int], new_ids: Sequence[int], runs: Sequence[Run]) -> list[Directive]:
+def _directives(old_tokens: int, new_ids: memoryview[int], runs: Sequence[Run]) -> list[Directive]:
     directives: list[Directive] = []
     old_at = new_at = 0
     for run in runs:
@@ -140,24 +139,25 @@ def _directives(old_ids: Sequence[int], new_ids: Sequence[int], runs: Sequence[R
             replacement_ids = tuple(new_ids[new_at : run.new])
             directives.append(Directive(start=old_at, end=run.old, replacement_ids=replacement_ids))
         old_at, new_at = run.old_end, run.new_end
-    if old_at < len(old_ids):
-        directives.append(Directive(start=old_at, end=len(old_ids)))
+    if old_at < old_tokens:
+        directives.append(Directive(start=old_at, end=old_tokens))
     return directives
 
 
-def _check(old_ids: array[int], new_ids: array[int], directives: list[Directive]) -> None:
+def _check(old: bytes, new: bytes, directives: list[Directive]) -> None:
     """Refuse directives that would serve another prompt than the one asked for, whatever fault made them."""
     old_at = new_at = 0
     for directive in directives:
-        kept_end = new_at + directive.start - old_at
-        replaced_end = kept_end + len(directive.replacement_ids)
-        if old_ids[old_at : directive.start] != new_ids[new_at:kept_end] or directive.replacement_ids != tuple(
-            new_ids[kept_end:replaced_end]
+        kept_tokens = directive.start - old_at
+        kept_end = new_at + kept_tokens
+        replacement = pack(directive.replacement_ids)
+        if not are_equal(old, old_at, new, new_at, kept_tokens) or not are_equal(
+            replacement, 0, new, kept_end, len(directive.replacement_ids)
         ):
             raise PlanError(
                 f"directive [{directive.start}, {directive.end}) does not lead to the new prompt; please report it",
                 reason=Reason.INTERNAL_ERROR,
             )
-        old_at, new_at = directive.end, replaced_end
-    if old_ids[old_at:] != new_ids[new_at : new_at + len(old_ids) - old_at]:
+        old_at, new_at = directive.end, kept_end + len(directive.replacement_ids)
+    if not are_equal(old, old_at, new, new_at, len(old) // TOKEN_BYTES - old_at):
         raise PlanError("the tail of the base is not in the new prompt; please report it", reason=Reason.INTERNAL_ERROR)

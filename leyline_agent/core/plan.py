@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from leyline_agent.core.protocol import Directive, Mode, Reason
 from leyline_agent.core.spans import Span
@@ -23,16 +24,36 @@ class KeptRun:
         return self.dst.start - self.src.start
 
 
-@dataclass(frozen=True, slots=True)
-class SpliceStep:
-    """One directive: what goes, where R stands in the new prompt, and the run right of it up to the next one."""
+class SpliceStep(NamedTuple):
+    """One directive: what goes, where R stands in the new prompt, and the run right of it up to the next one.
+
+    Numbers, of which the spans are views: a plan of thousands of steps is one object for each.
+    """
 
     directive_idx: int
-    removed: Span
-    """In base positions."""
-    replacement: Span
-    """In positions of the new prompt; `replacement.end` tokens of it must be cached before the run is moved."""
-    kept: KeptRun
+    start: int
+    """Of what goes, in base positions."""
+    end: int
+    new_start: int
+    """Of R, in positions of the new prompt."""
+    new_end: int
+    kept_tokens: int
+
+    @property
+    def removed(self) -> Span:
+        """In base positions."""
+        return Span(self.start, self.end)
+
+    @property
+    def replacement(self) -> Span:
+        """In positions of the new prompt; `replacement.end` tokens of it must be cached before the run is moved."""
+        return Span(self.new_start, self.new_end)
+
+    @property
+    def kept(self) -> KeptRun:
+        """The run right of what goes."""
+        src, dst = Span(self.end, self.end + self.kept_tokens), Span(self.new_end, self.new_end + self.kept_tokens)
+        return KeptRun(src, dst)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +81,29 @@ def check_directives(directives: Sequence[Directive], *, base_tokens: int, vocab
     """
     at = 0
     for idx, directive in enumerate(directives):
-        place = f"directive {idx} [{directive.start}, {directive.end})"
-        if directive.end < directive.start:
-            raise PlanError(f"{place}: end lies before start", reason=Reason.BAD_DIRECTIVES)
-        if directive.start < at:
-            raise PlanError(
-                f"{place} starts before {at}, where the one before it ends; send them sorted and disjoint",
-                reason=Reason.BAD_DIRECTIVES,
-            )
-        if directive.end > base_tokens:
-            raise PlanError(f"{place} reaches beyond the base's {base_tokens} tokens", reason=Reason.BAD_DIRECTIVES)
+        if not at <= directive.start <= directive.end <= base_tokens:
+            raise PlanError(_misplaced(idx, directive, at, base_tokens), reason=Reason.BAD_DIRECTIVES)
         at = directive.end
         for token_id in directive.replacement_ids:
             if token_id < 0 or (vocab_size is not None and token_id >= vocab_size):
                 raise PlanError(
-                    f"{place}: token id {token_id} lies outside the vocabulary of {vocab_size}",
+                    f"{_place(idx, directive)}: token id {token_id} lies outside the vocabulary of {vocab_size}",
                     reason=Reason.TOKEN_OUT_OF_VOCABULARY,
                 )
+
+
+def _misplaced(idx: int, directive: Directive, at: int, base_tokens: int) -> str:
+    """Say what is wrong with a directive that is none behind `at` and within the base."""
+    place = _place(idx, directive)
+    if directive.end < directive.start:
+        return f"{place}: end lies before start"
+    if directive.start < at:
+        return f"{place} starts before {at}, where the one before it ends; send them sorted and disjoint"
+    return f"{place} reaches beyond the base's {base_tokens} tokens"
+
+
+def _place(idx: int, directive: Directive) -> str:
+    return f"directive {idx} [{directive.start}, {directive.end})"
 
 
 def make_plan(directives: Sequence[Directive], *, base_tokens: int) -> SplicePlan:
@@ -89,16 +116,15 @@ def make_plan(directives: Sequence[Directive], *, base_tokens: int) -> SplicePla
     steps: list[SpliceStep] = []
     shift = 0
     first_forget: int | None = None
-    for idx, directive in enumerate(directives):
+    next_starts = [*(directive.start for directive in directives[1:]), base_tokens]
+    for idx, (directive, next_start) in enumerate(zip(directives, next_starts, strict=False)):
         if directive.mode is Mode.FORGET and first_forget is None:
             first_forget = idx
-        next_start = directives[idx + 1].start if idx + 1 < len(directives) else base_tokens
-        new_start = directive.start + shift
-        replacement = Span(new_start, new_start + len(directive.replacement_ids))
-        shift += directive.position_delta
-        src = Span(directive.end, next_start)
-        kept = KeptRun(src=src, dst=src.shifted(shift))
-        steps.append(SpliceStep(idx, Span(directive.start, directive.end), replacement, kept))
+        start, end = directive.start, directive.end
+        new_start = start + shift
+        new_end = new_start + len(directive.replacement_ids)
+        shift = new_end - end
+        steps.append(SpliceStep(idx, start, end, new_start, new_end, next_start - end))
     prefix_tokens = directives[0].start if directives else base_tokens
     return SplicePlan(prefix_tokens, tuple(steps), base_tokens + shift, first_forget)
 

@@ -48,15 +48,16 @@ def carry_out(work: Work, candidates: Sequence[Item]) -> None:
 
 def _rewrite(work: Work, item: Item) -> None:
     rule = work.rule
-    if rule.clear_arguments is not None:
+    if rule.replace is not None:
+        work.done.add(item.number)
+        _replace(work, item, rule.replace)
+    elif rule.clear_arguments is not None:
         _clear_arguments(work, item, rule.clear_arguments)
     elif rule.drop_reasoning is not None:
         _drop_reasoning(work, item)
     else:
         work.done.add(item.number)
-        if rule.replace is not None:
-            _replace(work, item, rule.replace)
-        elif rule.truncate is not None:
+        if rule.truncate is not None:
             _truncate(work, item, rule.truncate)
         elif rule.redact is not None:
             assert rule.select.matches is not None

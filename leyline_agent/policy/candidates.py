@@ -7,7 +7,7 @@ only until the first that is too new, so a turn costs what is new, not the lengt
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -17,6 +17,7 @@ from leyline_agent.policy.conditions import Keep, When
 from leyline_agent.policy.content import text_of
 from leyline_agent.policy.history import History, Item, call_key
 from leyline_agent.policy.patterns import Pattern, compile_pattern
+from leyline_agent.policy.prose import describe_selection
 from leyline_agent.policy.schema import Action, Detector, Policy, Rule
 from leyline_agent.policy.selecting import IndexRange, Superseded
 
@@ -36,8 +37,32 @@ class RuleState:
     min_age: int
     pending: list[Item] = field(default_factory=list)
     """What it may come to edit, in order; what it has edited is in it no more."""
-    unanswered: dict[str, list[Item]] = field(default_factory=dict)
+    unanswered: dict[Hashable, list[Item]] = field(default_factory=dict)
     """For `superseded`: outputs by what their calls asked for, none of them superseded yet."""
+    what: str = field(init=False)
+    """What it selects, in words."""
+    roles: Sequence[str] = field(init=False)
+    only_role: bool = field(init=False)
+    """Whether of a new item nothing but its role matters."""
+    keeps: bool = field(init=False)
+    """Whether it leaves anything alone."""
+    always_fits: bool = field(init=False)
+    """Whether what is left of an item does not matter."""
+    one_line: bool = field(init=False)
+    """Whether what is too new, or kept as new, is so to the end of `pending`: of several roles it is not one line."""
+
+    def __post_init__(self) -> None:
+        select, keep = self.rule.select, self.keep
+        self.what = describe_selection(select)
+        self.roles = select.role
+        conditions = (select.is_error, select.tool, select.exclude_tool, select.id, select.tag, select.index)
+        self.only_role = (
+            all(condition is None for condition in (*conditions, keep.first, keep.tagged)) and not keep.errors
+        )
+        only_when = {"min_reclaim_tokens", "stop_after_tokens"}
+        self.keeps = keep.model_copy(update=dict.fromkeys(only_when)) != Keep()
+        self.always_fits = self.index is None and select.larger_than is None and self.pattern is None
+        self.one_line = len(select.role) == 1 and select.superseded is None
 
     @classmethod
     def of(cls, policy: Policy, idx: int) -> RuleState:
@@ -111,31 +136,30 @@ class RuleState:
         Items that can never come into question again are taken out of `pending`.
         """
         wanted = None if self.detector is None else self._detected(history)
-        # Of one role what is too new, or kept as new, is so to the end; of several it is not one line.
-        one_line = len(self.rule.select.role) == 1 and self.rule.select.superseded is None
+        if not self.pending:
+            return [], ""
         found: list[Item] = []
         done: set[int] = set()
         kept = ""
         newest_turn = history.num_turns - self.min_age
         ends = self.index is not None and self.index.to < 0
-        always_fits = self.index is None and self.rule.select.larger_than is None and self.pattern is None
         for item in self.pending:
             if item.raw is None:
                 done.add(item.number)
                 continue
             if item.turn > newest_turn or (ends and self._beyond_index(item, history)):
-                if one_line:
+                if self.one_line:
                     break
                 continue
-            keeper = self.kept_by(item, history)
+            keeper = self.kept_by(item, history) if self.keeps else ""
             if keeper:
                 kept = kept or keeper
-                if one_line and keeper.startswith("the last"):
+                if self.one_line and keeper.startswith("the last"):
                     break
                 continue
             if wanted is not None and item.message_idx not in wanted:
                 continue
-            if always_fits or self._fits(item, history):
+            if self.always_fits or self._fits(item, history):
                 found.append(item)
             else:
                 done.add(item.number)
@@ -150,8 +174,10 @@ class RuleState:
     def _is_about(self, item: Item) -> bool:
         """Ask what can be known when an item arrives."""
         select = self.rule.select
-        if item.role not in select.role or (item.opening and not select.opening):
+        if item.role not in self.roles or (item.opening and not select.opening):
             return False
+        if self.only_role:
+            return True
         if select.is_error and not item.is_error:
             return False
         if select.tool is not None or select.exclude_tool is not None:

@@ -18,6 +18,8 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "thinking_blocks
 _REASONING = frozenset(REASONING_KEYS)
 REASONING_BLOCKS = frozenset({"thinking", "redacted_thinking", "reasoning"})
 _NO_OTHER_BLOCKS = REASONING_BLOCKS | {"text", "tool_use"}
+# Written as a union it would be made anew at each question, of which there are several for each message.
+_LISTS = (list, tuple)
 _THINK_START, _THINK_END = "<think>", "</think>"
 
 
@@ -37,7 +39,7 @@ class RawCall(NamedTuple):
 def blocks_of(raw: Raw) -> Sequence[Any]:
     """Return the parts of a content that is a list of them."""
     content = raw.get("content")
-    return content if isinstance(content, list | tuple) else ()
+    return content if isinstance(content, _LISTS) else ()
 
 
 def block_type(block: object) -> str:
@@ -52,7 +54,7 @@ def text_of(raw: Raw) -> str:
     content = raw.get("content")
     if isinstance(content, str):
         return content
-    return "".join(_text_parts(content)) if isinstance(content, list | tuple) else ""
+    return "".join(_text_parts(content)) if isinstance(content, _LISTS) else ""
 
 
 def has_other_parts(raw: Raw) -> bool:
@@ -75,12 +77,13 @@ def calls_of(raw: Raw) -> list[RawCall]:
     """Return the calls of an assistant message, in order; malformed entries of `tool_calls` are not skipped."""
     calls: list[RawCall] = []
     if raw.get("tool_calls"):
-        for view, entry in zip(_views(raw), raw["tool_calls"], strict=False):
-            calls.append(RawCall(view.id or None, view.name, view.arguments, (entry,)))
-    if not blocks_of(raw):
+        views = zip(_views(raw), raw["tool_calls"], strict=False)
+        calls = [RawCall(view.id or None, view.name, view.arguments, (entry,)) for view, entry in views]
+    blocks = blocks_of(raw)
+    if not blocks:
         return calls
     by_id = {call.id: idx for idx, call in enumerate(calls) if call.id is not None}
-    for block in blocks_of(raw):
+    for block in blocks:
         if block_type(block) != "tool_use":
             continue
         call_id = block.get("id") if isinstance(block.get("id"), str) else None
@@ -98,13 +101,13 @@ def calls_of(raw: Raw) -> list[RawCall]:
 def _views(raw: Raw) -> tuple[ToolCall, ...]:
     """Return what the entries of `tool_calls` say; none where those are no list."""
     entries = raw["tool_calls"]
-    return tool_calls_of(entries) if isinstance(entries, list | tuple) else ()
+    return tool_calls_of(entries) if isinstance(entries, _LISTS) else ()
 
 
 def with_calls_apart(raw: Raw) -> Raw:
     """Return a message in which no two entries of calls are the same object, since calls go by their entries."""
     entries = raw.get("tool_calls")
-    if not isinstance(entries, list | tuple) or len({id(entry) for entry in entries}) == len(entries):
+    if not isinstance(entries, _LISTS) or len(entries) == 1 or len(set(map(id, entries))) == len(entries):
         return raw
     return {**raw, "tool_calls": [dict(entry) if isinstance(entry, Mapping) else entry for entry in entries]}
 
@@ -113,11 +116,11 @@ def without_entries(raw: Raw, entries: Collection[Any]) -> dict[str, Any] | None
     """Return a copy of an assistant message without these entries of calls; None where it says nothing more."""
     gone = {id(entry) for entry in entries}
     left = dict(raw)
-    if isinstance(left.get("tool_calls"), list | tuple):
+    if isinstance(left.get("tool_calls"), _LISTS):
         left["tool_calls"] = [entry for entry in left["tool_calls"] if id(entry) not in gone]
         if not left["tool_calls"]:
             del left["tool_calls"]
-    if isinstance(left.get("content"), list | tuple):
+    if isinstance(left.get("content"), _LISTS):
         left["content"] = [block for block in left["content"] if id(block) not in gone]
     return left if "tool_calls" in left or says_something(left) else None
 
@@ -133,7 +136,7 @@ def with_entries(raw: Raw, changed: Mapping[int, Any]) -> dict[str, Any]:
     """Return a copy with entries of calls exchanged; the keys are the `id()`s of the old ones."""
     new = dict(raw)
     for key in ("tool_calls", "content"):
-        if isinstance(new.get(key), list | tuple):
+        if isinstance(new.get(key), _LISTS):
             new[key] = [changed.get(id(entry), entry) for entry in new[key]]
     return new
 
@@ -168,7 +171,7 @@ def without_reasoning(raw: Raw) -> dict[str, Any] | None:
         # Some templates put the opening mark into the prompt, so that an answer has the closing one alone.
         if end >= 0 and not content[: max(start, 0)].strip():
             new["content"] = content[end + len(_THINK_END) :].lstrip("\n")
-    elif isinstance(content, list | tuple):
+    elif isinstance(content, _LISTS):
         new["content"] = [part for part in content if block_type(part) not in REASONING_BLOCKS]
     return new if new != raw else None
 
@@ -181,7 +184,7 @@ def texts_of(raw: Raw) -> tuple[list[str], int]:
     calls: Sequence[RawCall | ToolCall] = ()
     if isinstance(content, str):
         texts.append(content)
-    elif isinstance(content, list | tuple):
+    elif isinstance(content, _LISTS):
         num_other = _collect(content, texts)
         calls = calls_of(raw)
     if not calls and raw.get("tool_calls"):
@@ -205,12 +208,14 @@ def map_texts(raw: Raw, change: Callable[[str], str]) -> dict[str, Any]:
     content = raw.get("content")
     if isinstance(content, str):
         new["content"] = change(content)
-    elif isinstance(content, list | tuple):
+    elif isinstance(content, _LISTS):
         new["content"] = [part for part in (_changed_part(part, change) for part in content) if part is not None]
+    if _REASONING.isdisjoint(raw):
+        return new
     for key in REASONING_KEYS:
         if isinstance(raw.get(key), str):
             new[key] = change(raw[key])
-        elif isinstance(raw.get(key), list | tuple):
+        elif isinstance(raw.get(key), _LISTS):
             new[key] = [part for part in raw[key] if all(change(text) == text for text in _strings(part))]
     return new
 
@@ -246,7 +251,7 @@ def _changed_value(value: object, change: Callable[[str], str]) -> object:
         return {
             change(key) if isinstance(key, str) else key: _changed_value(part, change) for key, part in value.items()
         }
-    if isinstance(value, list | tuple):
+    if isinstance(value, _LISTS):
         return [_changed_value(part, change) for part in value]
     return value
 
@@ -271,7 +276,7 @@ def _strings(value: object) -> Iterator[str]:
     elif isinstance(value, Mapping):
         for part in value.values():
             yield from _strings(part)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, _LISTS):
         for part in value:
             yield from _strings(part)
 
@@ -297,7 +302,7 @@ def _collect(parts: Sequence[Any], texts: list[str]) -> int:
             content = part.get("content")
             if isinstance(content, str):
                 texts.append(content)
-            elif isinstance(content, list | tuple):
+            elif isinstance(content, _LISTS):
                 num_other += _collect(content, texts)
         elif kind != "tool_use":
             num_other += 1

@@ -19,7 +19,6 @@ from leyline_agent.policy.actions import carry_out
 from leyline_agent.policy.candidates import RuleState
 from leyline_agent.policy.counting import EstimatedTokens, TokenCounter
 from leyline_agent.policy.history import History, Item, Run
-from leyline_agent.policy.prose import describe_selection
 from leyline_agent.policy.report import Applied, Batch, Idle, WhyIdle
 from leyline_agent.policy.schema import Action, Policy
 from leyline_agent.policy.triggers import explain_trigger, fires, needs_context_window
@@ -171,7 +170,6 @@ class _Replay:
         self._policy = policy
         self._context_window = context_window
         self._states = [RuleState.of(policy, idx) for idx in range(len(policy.rules))]
-        self._selections = [describe_selection(rule.select) for rule in policy.rules]
         self._runs: list[list[Run]] = [[] for _ in policy.rules]
         self._stubs = [
             [later.replace for later in policy.rules[idx:] if later.replace is not None]
@@ -183,25 +181,24 @@ class _Replay:
         self._history.tokens_before += tools_tokens
         self._edits: dict[int, Edit] = {}
         self._batches: list[Batch] = []
-        self._num_batches_before = 0
         self._idle: list[tuple[str, WhyIdle, str]] = []
         self._last_request = 0
 
     def extend(self, messages: Sequence[Message], sizes: Mapping[int, int]) -> None:
         """Take further messages, and make the edits of each request that was sent among them."""
+        history = self._history
         for message in messages:
             if message.role == "assistant":
                 self._request(explains=False)
-            slot = self._history.append(message)
-            for item in slot.items:
+            for item in history.append(message).items:
                 if item.call is not None and item.call.gone_by is not None:
                     self._follow(item, *item.call.gone_by)
                 for state in self._states:
                     state.arrive(item)
-            exact = sizes.get(len(self._history.slots))
+            exact = sizes.get(len(history.slots))
             if exact is not None:
-                self._history.tokens_before += exact - self._history.tokens
-                self._history.tokens = exact
+                history.tokens_before += exact - history.tokens
+                history.tokens = exact
         self._request()
 
     def applied(self, messages: Sequence[Message]) -> Applied:
@@ -217,7 +214,7 @@ class _Replay:
             tokens_after=history.tokens,
             counted=history.counter.name,
             batches=tuple(self._batches),
-            num_batches_before=self._num_batches_before,
+            num_batches_before=self._num_batches_before(),
         )
 
     def _request(self, *, explains: bool = True) -> None:
@@ -228,15 +225,16 @@ class _Replay:
         if len(self._history.slots) == self._last_request:
             return
         self._last_request = len(self._history.slots)
-        self._num_batches_before = self._num_batches_at_request()
         self._idle = []
         for state in self._states:
+            if not (explains or state.pending or state.detector):
+                continue
             reason = self._edit(state, explains)
             if reason is not None and explains:
                 self._idle.append((state.rule.name, *reason))
 
-    def _num_batches_at_request(self) -> int:
-        """Count the batches before this request; of results that followed a call away they came with it."""
+    def _num_batches_before(self) -> int:
+        """Count the batches before the last request; of results that followed a call away they came with it."""
         num_batches = len(self._batches)
         while num_batches and self._batches[num_batches - 1].turn == self._history.num_turns:
             num_batches -= 1
@@ -261,7 +259,7 @@ class _Replay:
                 return "below_min_reclaim", f"would reclaim less than {most:,} of {gate:,} tokens"
         runs = list(self._runs[state.idx])
         history.settle(reversible=gate is not None)
-        work = Work(state, history, self._stubs[state.idx], runs)
+        work = Work(state, history, self._stubs[state.idx], state.rule, runs)
         fired = "" if state.when is None else f"; fired: {explain_trigger(state.when, history, self._context_window)}"
         carry_out(work, candidates)
         if not work.units and not work.collapsed:
@@ -280,32 +278,25 @@ class _Replay:
         self._record(work, fired)
         return None
 
+    def _took(self, batch: Batch) -> None:
+        """Take down what was done."""
+        self._batches.append(batch)
+        for idx in batch.before:
+            self._note(idx)
+
     def _record(self, work: Work, fired: str) -> None:
         """Take down what a rule did, and how each message that it touched stands now."""
         history, rule, slots = self._history, work.rule, self._history.slots
-        self._batches.append(
-            Batch(
-                rule.name,
-                work.state.action,
-                rule.mode,
-                history.num_turns,
-                f" (rule: {self._selections[work.state.idx]}){fired}",
-                work.units,
-                work.before,
-                {idx: (slots[idx].current, slots[idx].tokens) for idx in work.before},
-                [
-                    (
-                        item,
-                        range(run.start, run.end),
-                        [*stubs, *(work.before[idx] for idx in taken)],
-                        (run.stub, run.tokens),
-                    )
-                    for item, run, taken, stubs in work.collapsed
-                ],
-            )
+        why = f" (rule: {work.state.what}){fired}"
+        after = {idx: (slots[idx].current, slots[idx].tokens) for idx in work.before}
+        collapsed = [
+            (item, range(run.start, run.end), [*stubs, *(work.before[idx] for idx in taken)], (run.stub, run.tokens))
+            for item, run, taken, stubs in work.collapsed
+        ]
+        action = work.state.action
+        self._took(
+            Batch(rule.name, action, rule.mode, history.num_turns, why, work.units, work.before, after, collapsed)
         )
-        for idx in work.before:
-            self._note(idx)
         for _, run, _, _ in work.collapsed:
             # A run that went into another one began somewhere else.
             for edit in [edit for edit in self._edits.values() if run.start < edit.start < run.end]:
@@ -333,5 +324,4 @@ class _Replay:
         slot.mode, slot.rule = mode, rule
         after = {idx: (slot.current, slot.tokens)}
         why = "; its call is gone already, and a result does not stay without it"
-        self._batches.append(Batch(rule, action, mode, history.num_turns, why, [(item, [idx])], before, after))
-        self._note(idx)
+        self._took(Batch(rule, action, mode, history.num_turns, why, [(item, [idx])], before, after))

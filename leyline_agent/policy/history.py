@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,9 @@ from leyline_agent.policy.turns import Call, Pairing
 _ERROR_START = re.compile(
     r"\s*(?:<(?:tool_use_)?error>|\[?(?:fatal|\w*error|\w*exception|traceback \(most recent call last\))\b\]?)", re.I
 )
-_EXIT_CODE = re.compile(r"(?:exit(?:ed with)?(?: status| code)?|returncode|exit_code)[:= ]+(\d+)", re.I)
+# Its first letter, of whichever case, is asked for first: then the search skips to it.
+_EXIT_CODE = re.compile(r"[eErR](?i:(?<=e)xit(?:ed with)?(?: status| code)?|(?<=r)eturncode|(?<=e)xit_code)[:= ]+(\d+)")
+_one_form = json.JSONEncoder(sort_keys=True, default=str).encode
 _TAIL_CHARS = 200
 """An exit code stands at the end of an output; a longer output is not searched for one."""
 
@@ -49,9 +51,12 @@ class HistoryCall(Call):
     """Tool and arguments in one form for equal ones; made when asked for."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(init=False, eq=False)
 class Item:
-    """What a rule can select."""
+    """What a rule can select.
+
+    Made for every message, so only what differs from the defaults is set; those are the class's.
+    """
 
     number: int
     message_idx: int
@@ -82,6 +87,13 @@ class Item:
     """The output of a call that was made again after its output had been edited away, and the newest such."""
 
     _is_error: bool | None = None
+
+    def __init__(self, number: int, message_idx: int, role: str, turn: int, original: Raw) -> None:
+        self.number = number
+        self.message_idx = message_idx
+        self.role = role
+        self.turn = turn
+        self.original = self.raw = original
 
     @property
     def is_error(self) -> bool:
@@ -157,7 +169,7 @@ class History:
     """Whether to look for calls that are made again."""
     _pairing: Pairing = field(default_factory=Pairing)
     _has_task: bool = False
-    _last_of_key: dict[str, Item] = field(default_factory=dict)
+    _last_of_key: dict[Hashable, Item] = field(default_factory=dict)
     reversible: bool = False
     """Whether what is put now may be taken back; to remember it costs as much as to do it."""
     _undo: list[tuple[Any, str, Any]] = field(default_factory=list)
@@ -176,8 +188,10 @@ class History:
             raw = with_calls_apart(message.raw)
             item = self._item(slot, "assistant", raw)
             item.calls = tuple(
-                HistoryCall(item.message_idx, call.id, call.name, call.arguments, entries=call.entries)
-                for call in calls_of(raw)
+                [
+                    HistoryCall(item.message_idx, call.id, call.name, call.arguments, entries=call.entries)
+                    for call in calls_of(raw)
+                ]
             )
             self._pairing.call(item.calls)
         elif message.role == "user":
@@ -202,6 +216,8 @@ class History:
         """Make what was put since the last time final, and say whether what comes may be taken back."""
         self._undo.clear()
         self.reversible = reversible
+        if reversible:
+            self.keep(self, "num_tool_uses", "num_messages", "tokens")
 
     def take_back(self) -> None:
         """Restore everything that was put since `settle`."""
@@ -213,7 +229,6 @@ class History:
         """Put something in an item's place, or nothing."""
         slot = self.slots[item.message_idx]
         if self.reversible:
-            self.keep(self, "num_tool_uses")
             self.keep(item, "shortened", "raw")
         if item.role == "tool" and not item.shortened and (shortens or raw is None) and item.raw is not None:
             self.num_tool_uses -= 1
@@ -222,10 +237,7 @@ class History:
         self.put_message(slot, self._assembled(slot))
 
     def put_message(self, slot: Slot, message: Message | None) -> None:
-        """Put a message in a slot's place and count it."""
-        if self.reversible:
-            self.keep(self, "num_messages", "tokens")
-            self.keep(slot, "tokens", "current")
+        """Put a message in a slot's place and count it; whoever may take it back has kept how the slot was."""
         tokens = 0 if message is None else self.counter.count_message(message.raw)
         if (message is None) != (slot.current is None):
             self.num_messages += 1 if slot.current is None else -1
@@ -265,12 +277,12 @@ class History:
             self._count_result(item)
 
     def _item(self, slot: Slot, role: str, raw: Raw) -> Item:
-        item = Item(len(self.items), len(self.slots) - 1, role, self.num_turns, raw, raw)
+        item = Item(len(self.items), len(self.slots) - 1, role, self.num_turns, raw)
         whole = slot.message.raw
         given = whole.get("id")
         item.ref = given if isinstance(given, str) and given else f"message {item.message_idx}"
         tags = whole.get("tags")
-        if isinstance(tags, list | tuple | set | frozenset):
+        if tags and isinstance(tags, (list, tuple, set, frozenset)):
             item.tags = tuple(tag for tag in tags if isinstance(tag, str))
         self.items.append(item)
         slot.items.append(item)
@@ -318,19 +330,21 @@ class History:
         return Message(slot.message.role, {**slot.message.raw, "content": blocks}) if blocks else None
 
 
-def call_key(call: HistoryCall, arguments: Sequence[str] = ()) -> str:
+def call_key(call: HistoryCall, arguments: Sequence[str] = ()) -> Hashable:
     """Return what two calls share that ask for the same: tool and arguments, or tool and the first named argument.
 
     "" where a call has none of the named arguments.
     """
-    parsed = parsed_arguments(call.arguments)
     if arguments:
-        name = next((name for name in arguments if parsed and name in parsed), None)
-        if name is None or parsed is None:
-            return ""
-        return json.dumps([call.name, name, parsed[name]], sort_keys=True, default=str)
+        given = parsed_arguments(call.arguments) or {}
+        for name in arguments:
+            if name in given:
+                value = given[name]
+                return (call.name, name, value) if isinstance(value, str) else _one_form([call.name, name, value])
+        return ""
     if call.key is None:
-        call.key = json.dumps([call.name, call.arguments if parsed is None else parsed], sort_keys=True, default=str)
+        parsed = parsed_arguments(call.arguments)
+        call.key = _one_form([call.name, call.arguments if parsed is None else parsed])
     return call.key
 
 

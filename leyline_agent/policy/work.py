@@ -21,6 +21,7 @@ class Work:
     history: History
     later_stubs: Sequence[str]
     """Stub templates of this rule and the ones after it: their text is left alone."""
+    rule: Rule
     runs: list[Run]
     """Of this rule, sorted: what it has collapsed so far."""
     units: list[tuple[Item, list[int]]] = field(default_factory=list)
@@ -33,13 +34,11 @@ class Work:
     done: set[int] = field(default_factory=set)
     """Numbers of the items that the rule is through with."""
     start_tokens: int = 0
-    rule: Rule = field(init=False)
-    forgets: bool = field(init=False)
-    """Whether nothing of what it edits may survive."""
 
-    def __post_init__(self) -> None:
-        self.rule = self.state.rule
-        self.forgets = self.rule.mode is Mode.FORGET
+    @property
+    def forgets(self) -> bool:
+        """Whether nothing of what it edits may survive."""
+        return self.rule.mode is Mode.FORGET
 
     @property
     def reclaimed_tokens(self) -> int:
@@ -57,8 +56,8 @@ class Work:
         slot = history.slots[message_idx]
         if message_idx not in self.before:
             self.before[message_idx] = (slot.current, slot.tokens)
-        if history.reversible:
-            history.keep(slot, "mode", "rule")
+            if history.reversible:
+                history.keep(slot, "mode", "rule", "tokens", "current")
         if slot.mode is not Mode.FORGET:
             slot.mode = rule.mode
         slot.rule = rule.name

@@ -269,6 +269,15 @@ def test_a_wrong_alignment_is_never_handed_out(monkeypatch, wrong):
     assert caught.value.reason == Reason.INTERNAL_ERROR
 
 
+@pytest.mark.parametrize("at", [0, 16_383, 16_384, 39_999])
+def test_a_wrong_token_in_a_long_kept_run_is_found(monkeypatch, at):
+    monkeypatch.setattr(diff, "align", lambda *args, **kwargs: [Run(0, 0, 40_000)])
+    old_ids = list(range(40_000))
+    with pytest.raises(PlanError) as caught:
+        diff_token_ids(old_ids, [*old_ids[:at], 77_777, *old_ids[at + 1 :]])
+    assert caught.value.reason == Reason.INTERNAL_ERROR
+
+
 def test_a_match_between_tokens_is_none():
     # In bytes the wanted pair stands one byte off in the old sequence, where its tokens are others.
     old_ids = [*range(1000, 1100), 0x01000000, 0x02000000, 0x00000000, *range(2000, 2100)]
