@@ -88,7 +88,7 @@ check: env ## format, lint, types, imports, tests without a server (a minute and
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
-	@$(BIN)/python -m pytest -m "not sglang and not slow and not gpu"
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not sglang and not slow and not gpu"
 
 fuzz: env ## random operations on SGLang's radix cache, against a model: make fuzz STEPS=100000 [SEED=1]
 	@$(BIN)/python -m tests.in_process.fuzz --steps $(or $(STEPS),100000) $(if $(SEED),--seed $(SEED))
