@@ -98,7 +98,13 @@ class GymAgents:
     def _start_proxy(self, arm: Arm, upstream: str) -> str:
         assert arm.policy is not None
         settings = ProxySettings(
-            upstream=upstream, policy=arm.policy, policy_name=arm.policy_name, key=secrets.token_bytes(32), port=0
+            upstream=upstream,
+            policy=arm.policy,
+            policy_name=arm.policy_name,
+            key=secrets.token_bytes(32),
+            port=0,
+            # As in the other agents: what an arm is called is what it does.
+            gate="off",
         )
         server, listening = make_server(settings), listen(settings)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)

@@ -127,6 +127,9 @@ def make_parser(mark: Mark = lambda action, kind: None) -> argparse.ArgumentPars
     serve.add_argument(
         "--timeout", type=float, default=600.0, metavar="S", help="seconds of silence of the upstream (default: 600)"
     )
+    serve.add_argument(
+        "--gate", choices=("auto", "off"), default="auto", help="off: splice also where prefilling again is quicker"
+    )
     serve.add_argument("--scrub", action="store_true", help="zero free rows of the server with whatever is forgotten")
     _add_allow_python(serve)
 

@@ -39,6 +39,7 @@ def proxy(args: argparse.Namespace) -> int:
             timeout_s=args.timeout,
             stats_key=os.environ.get(STATS_KEY_VARIABLE) or None,
             scrub=args.scrub,
+            gate=args.gate,
         )
         server = make_server(settings)
         listening = listen(settings)

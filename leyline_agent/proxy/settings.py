@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 from urllib.parse import urlsplit
 
 from leyline_agent.policy.schema import Policy
@@ -41,7 +42,8 @@ class ProxySettings:
     stats_key: str | None = field(default=None, repr=False)
     """Asked of whoever reads the stats, where there is one."""
     scrub: bool = False
-    """As for `Conversation`."""
+    """As for `Conversation`, and `gate` too."""
+    gate: Literal["auto", "off"] = "auto"
 
     def __post_init__(self) -> None:
         if not self.upstream.startswith(("http://", "https://")):

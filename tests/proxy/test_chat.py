@@ -44,6 +44,16 @@ def test_the_history_is_edited_and_the_note_and_the_routing_key_are_sent(ask: As
     assert json.loads(second.headers["x-leyline"])["status"] == "spliced"
 
 
+@pytest.mark.parametrize(("options", "said"), [({}, None), ({"gate": "off"}, "off")])
+def test_notes_say_off_where_the_gate_is_to_be(
+    options: dict[str, str], said: str | None, start_proxy: Callable[..., str], ask: Ask, upstream: ScriptedUpstream
+) -> None:
+    ask(agent_messages(3), to=start_proxy(**options))
+    note = upstream.last.note
+    assert note is not None
+    assert note.get("gate") == said
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_policy_without_rules_changes_no_byte(
     stream: bool,
