@@ -178,7 +178,7 @@ def test_a_short_key_is_refused_and_not_quoted(tmp_path: Path, capsys: pytest.Ca
 def test_the_command_serves_until_it_is_interrupted(upstream: ScriptedUpstream, tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_bytes(b"a key of the tests, not a secret")
-    command = [sys.executable, "-m", "leyline_agent.cli", "proxy", "--policy", "keep_last_tool_outputs"]
+    command = [sys.executable, "-m", "leyline_agent.cli", "proxy", "--policy", "keep_last_tool_outputs", "--gate=off"]
     command += ["--upstream", upstream.url + "/v1", "--port", "0", "--key-file", str(file)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -194,6 +194,7 @@ def test_the_command_serves_until_it_is_interrupted(upstream: ScriptedUpstream, 
     assert answer.status_code == 200
     assert (process.returncode, err) == (0, "")
     assert [received.path for received in upstream.received] == ["/v1/chat/completions"]
+    assert [note and note["gate"] for note in upstream.notes] == ["off"]
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
