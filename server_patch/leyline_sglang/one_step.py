@@ -23,10 +23,11 @@ import torch
 
 from leyline_agent.core.protocol import Reason
 from leyline_sglang import compat
+from leyline_sglang.cached_rows import CachedRows, Stages
 from leyline_sglang.compat import Path, RadixPort
 from leyline_sglang.io_types import AdmissionReply, AdmissionRequest, CacheReply, CacheRequest, unpack
+from leyline_sglang.move import Move, RefusedError
 from leyline_sglang.prefill_cost import METER
-from leyline_sglang.splice import RefusedError, Stages, Transaction
 
 logger = logging.getLogger(__name__)
 
@@ -118,14 +119,14 @@ def _take_steps(
         )
         reply = CacheReply()
         try:
-            Transaction(scheduler, move, siblings, base=base, new=req.origin_input_ids).move(reply)
+            Move(CachedRows(scheduler, move, base=base, new=req.origin_input_ids), siblings).run(reply)
         except Exception as error:
             # What the steps before have done stays, and is told.
             _say_failed(reply, error)
         _add(total, reply)
         if reply.reason:
             if parked_from is not None:
-                Transaction(scheduler, CacheRequest(**common, drop_parked=True)).run()
+                CachedRows(scheduler, CacheRequest(**common)).drop_parked()
             break
         total.steps_done, parked_from = idx + 1, reply.parked_from
 
@@ -141,7 +142,7 @@ def _add(total: AdmissionReply, reply: CacheReply) -> None:
 
 
 class _Siblings:
-    """Has R computed by requests of ours in the batch that is being built (a `splice.Fill`)."""
+    """Has R computed by requests of ours in the batch that is being built (a `move.Fill`)."""
 
     def __init__(self, scheduler: Any, adder: Any, req: Any, admit_plainly: Callable[[Any], Any]) -> None:
         self._scheduler = scheduler
@@ -158,7 +159,7 @@ class _Siblings:
         return not request.num_fills or (slots > request.num_fills and tokens >= request.fill_tokens)
 
     def check_room(self, num_tokens: int) -> None:
-        """See `splice.Fill`."""
+        """See `move.Fill`."""
         if compat.free_request_slots(self._scheduler, self._adder) < 2:
             raise RefusedError(Reason.POOL_FULL, "no request slot is free to compute R beside the request")
         budget = compat.prefill_budget(self._adder) - 1
@@ -171,7 +172,7 @@ class _Siblings:
             raise RefusedError(Reason.POOL_FULL, f"no room to compute {num_tokens} tokens beside the request")
 
     def admit(self, token_ids: array[int], prefix: Path) -> None:
-        """See `splice.Fill`."""
+        """See `move.Fill`."""
         sibling = compat.new_sibling(self._scheduler, self._req, token_ids, prefix)
         self._admit_plainly(sibling)
         if not compat.is_admitted(self._adder, sibling):
@@ -179,5 +180,5 @@ class _Siblings:
         self._admitted = sibling
 
     def place(self, slots: torch.Tensor, path: Path) -> None:
-        """See `splice.Fill`."""
+        """See `move.Fill`."""
         compat.place_sibling(self._scheduler, self._admitted, slots, path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from leyline_agent.errors import LeylineError
@@ -46,6 +47,7 @@ def activate() -> None:
     if not compat.in_http_process():
         return
 
+    from leyline_sglang.noted_request import generate
     from leyline_sglang.routes import add_routes, put_outcome_in_metadata
     from leyline_sglang.sequences import SequenceMemory
     from leyline_sglang.serving import Serving
@@ -59,7 +61,7 @@ def activate() -> None:
     )
     serving = Serving(config, memory)
     targets: dict[str, Callable[..., Any]] = {
-        compat.TOKENIZER_MANAGER + "generate_request": serving.generate,
+        compat.TOKENIZER_MANAGER + "generate_request": partial(generate, serving),
         compat.TOKENIZER_MANAGER + "abort_request": serving.abort,
         **{compat.TOKENIZER_MANAGER + name: serving.reset for name in compat.CACHE_RESETS},
     }

@@ -25,10 +25,11 @@ from leyline_agent.core.protocol import (
     outcome_header,
 )
 from leyline_agent.errors import PlanError
-from leyline_sglang import compat
+from leyline_sglang import compat, conversations
 from leyline_sglang.capabilities import capabilities_body
 from leyline_sglang.note import first_problem, reason_of
-from leyline_sglang.serving import META_KEY, SCOPE_KEY, Serving
+from leyline_sglang.noted_request import META_KEY, SCOPE_KEY
+from leyline_sglang.serving import Serving
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -56,7 +57,7 @@ def add_routes(app: FastAPI, serving: Serving, installed: list[str]) -> None:
         except PlanError as error:
             return _error(Reason(error.reason), str(error))
         except TimeoutError:
-            return _error(Reason.TIMEOUT, f"the scheduler did not answer within {serving.config.timeout_s} s")
+            return _error(Reason.TIMEOUT, serving.late())
         except Exception as error:
             logger.exception("leyline: a request to one of our routes failed")
             return _error(Reason.INTERNAL_ERROR, f"{type(error).__name__}: {error}")
@@ -65,7 +66,7 @@ def add_routes(app: FastAPI, serving: Serving, installed: list[str]) -> None:
     async def splice(request: Request) -> JSONResponse:
         async def reply() -> BaseModel:
             asked = await _read(request, SpliceRequest, serving.config.max_note_bytes)
-            return await serving.splice(compat.tokenizer_manager(), request, asked)
+            return await conversations.splice(serving, compat.tokenizer_manager(), request, asked)
 
         return await answer(reply())
 
@@ -73,8 +74,8 @@ def add_routes(app: FastAPI, serving: Serving, installed: list[str]) -> None:
     async def release(request: Request) -> JSONResponse:
         async def reply() -> BaseModel:
             asked = await _read(request, ReleaseRequest, serving.config.max_note_bytes)
-            found = serving.find(asked.conversation, (asked.extra_key, asked.cache_salt or None))
-            return await serving.release(compat.tokenizer_manager(), found, scrub=asked.scrub)
+            found = conversations.find(serving, asked.conversation, (asked.extra_key, asked.cache_salt or None))
+            return await conversations.release(serving, compat.tokenizer_manager(), found, scrub=asked.scrub)
 
         return await answer(reply())
 
@@ -88,8 +89,8 @@ def add_routes(app: FastAPI, serving: Serving, installed: list[str]) -> None:
                     reason=Reason.BAD_NOTE,
                 )
             scope = (headers.get(EXTRA_KEY_HEADER), headers.get(CACHE_SALT_HEADER) or None)
-            found = serving.find(headers[CONVERSATION_HEADER], scope)
-            return await serving.state(compat.tokenizer_manager(), found)
+            found = conversations.find(serving, headers[CONVERSATION_HEADER], scope)
+            return await conversations.state(serving, compat.tokenizer_manager(), found)
 
         return await answer(reply())
 
@@ -98,8 +99,8 @@ def add_routes(app: FastAPI, serving: Serving, installed: list[str]) -> None:
     async def admin_release(request: Request) -> JSONResponse:
         async def reply() -> BaseModel:
             asked = await _read(request, AdminReleaseRequest, serving.config.max_note_bytes)
-            found = serving.find_hashed(asked.conversation_hash)
-            return await serving.release(compat.tokenizer_manager(), found, scrub=asked.scrub)
+            found = conversations.find_hashed(serving, asked.conversation_hash)
+            return await conversations.release(serving, compat.tokenizer_manager(), found, scrub=asked.scrub)
 
         return await answer(reply())
 
@@ -107,7 +108,9 @@ def add_routes(app: FastAPI, serving: Serving, installed: list[str]) -> None:
     @compat.for_admins
     async def admin_conversation(conversation_hash: str) -> JSONResponse:
         async def reply() -> BaseModel:
-            return await serving.state(compat.tokenizer_manager(), serving.find_hashed(conversation_hash))
+            return await conversations.state(
+                serving, compat.tokenizer_manager(), conversations.find_hashed(serving, conversation_hash)
+            )
 
         return await answer(reply())
 
@@ -116,7 +119,7 @@ def add_routes(app: FastAPI, serving: Serving, installed: list[str]) -> None:
         try:
             unsupported = await serving.unsupported(compat.tokenizer_manager())
         except TimeoutError:
-            unsupported = [f"the scheduler did not answer within {serving.config.timeout_s} s; is the plugin in it?"]
+            unsupported = [f"{serving.late()}; is the plugin in it?"]
         return JSONResponse(
             capabilities_body(
                 enabled=serving.config.enabled,

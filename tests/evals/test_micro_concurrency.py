@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 
-from evals.micro import concurrency
+from evals.micro import concurrency, concurrency_bench
 from evals.micro.bench_server import Answer, BenchError, Server
 from evals.micro.concurrency_plan import Cell, Workload, parse_cell, schedule
 from evals.micro.concurrency_rows import finished, read_rows
@@ -35,7 +35,7 @@ class Healthy:
         return True
 
 
-class ScriptedBench(concurrency.Bench):
+class ScriptedBench(concurrency_bench.Bench):
     """Stands for the server in tests of which runs are made: a run takes no time and measures the same each time."""
 
     def __init__(self, options: argparse.Namespace, workload: Workload, *, failing: str = "", run_s: float = 0.0):
@@ -57,7 +57,7 @@ class ScriptedBench(concurrency.Bench):
         row = {name: [[value] * turns] * cell.concurrency for name, value in turn.items()}
         noted = {"status": [["spliced"] * turns] * cell.concurrency, "moved_tokens": 1, "saved_ms": 1, "note_ms": 1}
         sums = {"prefill_tokens": 1, "prefill_batches": 1, "wall_s": 1.0, "client_cpu_s": 0.1}
-        return row | sums | (noted if arm in concurrency.GATES else {})
+        return row | sums | (noted if arm in concurrency_bench.GATES else {})
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def bench_server(model_dir: Path) -> Iterator[Server]:
         yield server
 
 
-class RecordedTalk(concurrency.Talk):
+class RecordedTalk(concurrency_bench.Talk):
     """Keeps the ids of all conversations, and what their notes asked for."""
 
     ids: ClassVar[set[str]] = set()
@@ -187,7 +187,7 @@ def test_conversations_are_timed_side_by_side_on_a_live_server(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(concurrency, "Talk", RecordedTalk)
+    monkeypatch.setattr(concurrency_bench, "Talk", RecordedTalk)
     out = tmp_path / "rows.jsonl"
     arguments = [f"--url={bench_server.url}", f"--trajectories={recording}", f"--json-out={out}", *SIZES]
     assert concurrency.main(arguments) == 0

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from leyline_sglang.serving import SCOPE_KEY
+from leyline_sglang import conversations
+from leyline_sglang.noted_request import SCOPE_KEY, generate
 from leyline_sglang.turn import salt_of
 from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -100,7 +101,7 @@ class Client:
         )
         http_request = SimpleNamespace(scope={}, is_disconnected=_never)
         num_moves, num_served = len(world.mirror.moves), len(world.served)
-        chat = Chat(self, turn, None, world.serving.generate(world.generate, world.manager, request, http_request))
+        chat = Chat(self, turn, None, generate(world.serving, world.generate, world.manager, request, http_request))
         self.advance(chat)
         chat.outcome = http_request.scope[SCOPE_KEY]
         assert chat.outcome.reason != Reason.INTERNAL_ERROR, chat.outcome.message
@@ -170,7 +171,7 @@ class Client:
             cache_salt=self.cache_salt,
             scrub=scrub,
         )
-        reply: SpliceReply = world.wait(world.serving.splice(world.manager, None, body))
+        reply: SpliceReply = world.wait(conversations.splice(world.serving, world.manager, None, body))
         self._take_edits(reply.outcome, num_moves)
         return reply
 
@@ -182,7 +183,9 @@ class Client:
         if conversation is None:
             return None
         own = (self.extra_key, salt_of(world.config, conversation))
-        reply: ReleaseReply = world.wait(world.serving.release(world.manager, [conversation], scrub=scrub))
+        reply: ReleaseReply = world.wait(
+            conversations.release(world.serving, world.manager, [conversation], scrub=scrub)
+        )
         left = [node for node in world.model.root(own).below() if not node.num_holds]
         assert not left, "rows of a released conversation are cached"
         return reply

@@ -24,9 +24,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from leyline_sglang import compat, footprints, namespaces, splice, turn
+from leyline_sglang import compat, footprints, namespaces, splice, turn_splice
 from leyline_sglang.config import Config
 from leyline_sglang.io_types import CacheReply, CacheRequest
+from leyline_sglang.noted_request import generate
 from leyline_sglang.sequences import SequenceMemory
 from leyline_sglang.serving import Serving
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
@@ -99,7 +100,7 @@ def predictable_secrets(seed: int) -> Iterator[None]:
     """Have nonces and edit ids follow from `seed`, so that a run can be repeated."""
     generator = random.Random(seed)
     stand_in = SimpleNamespace(token_hex=lambda num_bytes: generator.randbytes(num_bytes).hex())
-    with patch.object(namespaces, "secrets", stand_in), patch.object(turn, "secrets", stand_in):
+    with patch.object(namespaces, "secrets", stand_in), patch.object(turn_splice, "secrets", stand_in):
         yield
 
 
@@ -542,7 +543,7 @@ def _manager(world: World) -> Any:
         return [reply]
 
     async def generate_request(obj: Any, http_request: Any = None) -> AsyncIterator[Any]:
-        async for chunk in world.serving.generate(world.generate, world.manager, obj, http_request):
+        async for chunk in generate(world.serving, world.generate, world.manager, obj, http_request):
             yield chunk
 
     return SimpleNamespace(

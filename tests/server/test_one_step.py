@@ -229,6 +229,22 @@ def test_a_request_without_room_for_its_r_waits(narrow: Live) -> None:
     assert all(len(other.result().output_ids) == 60 for other in others)
 
 
+def test_the_next_turn_waits_until_announced_edits_are_done(narrow: Live) -> None:
+    """It would meet rows that are keyed and not yet written."""
+    live = narrow
+    conversation, base = _begin(live)
+    busy = [live.send(live.ids(40, 8 + idx), max_new_tokens=300) for idx in range(2)]
+    live.wait_until(lambda: live.counts()["running"] == 2)
+    first = live.send(_edited(live, base), note(conversation, "2", "1"))
+    live.wait_until(lambda: live.counts()["announced"] == 1)
+    second = live.send(base[:60] + live.ids(3, 5) + base[90:], note(conversation, "2b", "1"))
+    live.wait_until(lambda: live.counts()["edited_requests"] == 1)
+    # Each of these asks the scheduler, which would have been told by then.
+    assert [live.counts()["announced"] for _ in range(3)] == [1, 1, 1]
+    assert not any(one.done() for one in busy), "the first one was admitted meanwhile"
+    assert [_status(answer.result()) for answer in (first, second)] == ["spliced"] * 2
+
+
 def test_what_no_batch_has_room_for_takes_two_steps(narrow: Live) -> None:
     conversation, base = _begin(narrow)
     prompt = base[:50] + narrow.ids(3, 1) + base[80:150] + narrow.ids(3, 2) + base[180:] + narrow.ids(5, 3)

@@ -279,8 +279,8 @@ def _unfinished(manager: Any) -> dict[str, int]:
     serving = _SERVING[0] if _SERVING else None
     return {
         "requests": len(manager.rid_to_state),
-        "edited_requests": len(serving._aborted) if serving else 0,
-        "messages": len(serving._tasks) + len(serving._admissions) if serving else 0,
+        "edited_requests": len(serving.aborted) if serving else 0,
+        "messages": len(serving._tasks) + len(serving.admissions) if serving else 0,
         "locks": sum(c.lock.locked() for c in _MEMORY[0]._conversations.values()) if serving else 0,
     }
 
