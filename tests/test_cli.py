@@ -192,7 +192,9 @@ def test_a_share_of_a_context_window_needs_one(
     )
 
     assert main([command, str(file), messages_file]) == 1
-    assert "context window" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert f"leyline: {file}: rule 'r' fires at a share of the context window" in err
+    assert "--context-window 128000" in err
     assert main([command, str(file), messages_file, "--context-window", "9000"]) == 0
 
 
@@ -287,10 +289,30 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
     assert "usage: leyline" in capsys.readouterr().err
 
 
-def test_a_recording_in_the_place_of_the_policy_is_told(messages_file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", messages_file]) == 2
+@pytest.mark.parametrize("argv", [["explain", "FILE"], ["compare", "FILE", "none"], ["plan", "FILE", "none"]])
+def test_a_recording_in_the_place_of_the_policy_is_told(
+    argv: list[str], messages_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([messages_file if word == "FILE" else word for word in argv]) == 2
 
-    assert f"{messages_file} is no policy; name one before the recording" in capsys.readouterr().err
+    assert f"{argv[0]}: {messages_file} is no policy; name one before the recording" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"version": 1, "rules": [{"nam": "a"}]}', "did you mean 'name'?"),
+        ('{"version": 1, "rules": 3}', "rules: got 3, expected a list"),
+    ],
+)
+def test_a_policy_may_be_json_and_its_mistakes_are_told(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "policy.json"
+    file.write_text(text, encoding="utf-8")
+
+    assert main(["explain", str(file)]) == 1
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", ["0", "-5", "128k"])

@@ -17,8 +17,8 @@ from leyline_agent.errors import LeylineError, SpliceTransportError
 
 _DESCRIPTION = "Check policies and preview what they do; ask a server what it can do and what it holds."
 _EXIT_CODES = (
-    "exit codes: 0 good; 1 not good: a policy is wrong, a server cannot splice or refuses; 2 wrong usage, a file that "
-    "cannot be read, or a server that does not answer"
+    "exit codes: 0 good; 1 not good: a policy is wrong or cannot be read, a server cannot splice or refuses; 2 wrong "
+    "usage, another file that cannot be read or written, or a server that does not answer"
 )
 _POLICY = "a YAML file, or the name of a shipped policy (see `leyline policies`)"
 _TRAJECTORY = "JSON: a list of chat messages, or {'messages': [...], 'tools': [...]}; the whole history, unedited"

@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
+from itertools import islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import httpx
 
+_PIECES_AT_ONCE = 100_000
+"""Of JSON: brackets, keys and values, so some megabytes."""
 API_KEY_VARIABLE = "LEYLINE_API_KEY"
 
 
@@ -53,4 +57,8 @@ def ask(args: argparse.Namespace, path: str, what: str) -> tuple[str, httpx.Resp
 
 def print_json(value: object) -> None:
     """Print a value for programs; ASCII, so that no terminal's encoding matters."""
-    print(json.dumps(value, indent=2))
+    # Piece by piece: each turn of a long preview has all its messages, which as one text are gigabytes.
+    pieces = json.JSONEncoder(indent=2).iterencode(value)
+    while text := "".join(islice(pieces, _PIECES_AT_ONCE)):
+        sys.stdout.write(text)
+    print()

@@ -59,13 +59,7 @@ def explain(args: argparse.Namespace) -> int:
     """Say what a policy does, and preview it on a conversation."""
     from leyline_agent.explain.text import preview_as_text, prose
 
-    try:
-        policy = load_policy(args.policy, allow_python=args.allow_python)
-    except PolicyError as error:
-        if not args.policy.endswith(".json"):
-            raise
-        # JSON is YAML: what the loader says of a recording is that it has not the keys of a policy.
-        raise UnusableError(f"explain: {args.policy} is no policy; name one before the recording") from error
+    policy = _policy(args, args.policy, "explain")
     if args.trajectory is None:
         if args.html or args.json or args.directives or args.tokenizer or args.server:
             raise UnusableError("explain: all options are about a recorded conversation: give a TRAJECTORY too")
@@ -94,7 +88,7 @@ def compare(args: argparse.Namespace) -> int:
     names = [*args.policies, *(name for name in shipped_policies() if args.all and name not in args.policies)]
     if not names:
         raise UnusableError("compare: got no policy; name some, or say --all")
-    policies = [(name, load_policy(name, allow_python=args.allow_python)) for name in names]
+    policies = [(name, _policy(args, name, "compare")) for name in names]
     conversation = _conversation_file(args.trajectory)
     with _meter(args, conversation) as meter:
         previews = [_preview(args, policy, name, conversation, meter) for name, policy in policies]
@@ -113,7 +107,7 @@ def plan(args: argparse.Namespace) -> int:
     from leyline_agent.explain import ExactMeter
     from leyline_agent.explain.turn_plan import plan_as_json
 
-    policy = load_policy(args.policy, allow_python=args.allow_python)
+    policy = _policy(args, args.policy, "plan")
     if not args.tokenizer and not args.server:
         raise UnusableError(
             "plan: directives are made of token ids: give --tokenizer PATH or --server URL; without either "
@@ -123,10 +117,23 @@ def plan(args: argparse.Namespace) -> int:
     with _meter(args, conversation) as meter:
         assert isinstance(meter, ExactMeter)
         try:
-            print_json(plan_as_json(policy, conversation, meter, args.turn, context_window=args.context_window))
+            with _naming(args.policy):
+                found = plan_as_json(policy, conversation, meter, args.turn, context_window=args.context_window)
+            print_json(found)
         except ValueError as error:
             raise UnusableError(f"plan: {error}") from error
     return 0
+
+
+def _policy(args: argparse.Namespace, name: str, command: str) -> Policy:
+    try:
+        return load_policy(name, allow_python=args.allow_python)
+    except PolicyError as error:
+        is_key_known = error.key is not None and (not error.key.isidentifier() or error.key in Policy.model_fields)
+        if is_key_known or not name.endswith(".json") or not Path(name).is_file():
+            raise
+        # JSON is YAML: what the loader says of a recording is that it has not the keys of a policy.
+        raise UnusableError(f"{command}: {name} is no policy; name one before the recording") from error
 
 
 def _conversation_file(file: str) -> RecordedConversation:
@@ -180,9 +187,19 @@ def _preview(
     from leyline_agent.explain import RenderError, preview
 
     try:
-        return preview(policy, conversation, meter, name=name, context_window=args.context_window)
+        with _naming(name):
+            return preview(policy, conversation, meter, name=name, context_window=args.context_window)
     except RenderError as error:
         raise UnusableError(f"{conversation.file}: {error}") from error
+
+
+@contextmanager
+def _naming(policy: str) -> Iterator[None]:
+    """Have errors of a policy that is carried out say which policy it is, as those of its file do."""
+    try:
+        yield
+    except PolicyError as error:
+        raise PolicyError(str(error), file=policy) from error
 
 
 def _write(file: str, text: str) -> None:

@@ -158,15 +158,14 @@ def _texts(message: Message) -> Iterator[str]:
         if isinstance(raw.get(key), str) and raw[key]:
             yield f"({key}) {raw[key]}"
     content = raw.get("content")
-    if isinstance(content, str):
-        if content:
-            yield content
-    elif content:
-        for part in content:
-            if isinstance(part, str):
-                yield part
-            elif isinstance(part, Mapping):
-                yield part["text"] if isinstance(part.get("text"), str) else json.dumps(part, default=str)[:2000]
+    parts = content if isinstance(content, list | tuple) else [content] if content else []
+    for part in parts:
+        if isinstance(part, str):
+            yield part
+        elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
+            yield part["text"]
+        elif part is not None:
+            yield json.dumps(part, default=str)[:2000]
     for call in message.tool_calls:
         yield f"{call.name}({call.arguments})"
 

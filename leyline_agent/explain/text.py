@@ -12,6 +12,9 @@ WIDTH = 100
 MAX_DIRECTIVES = 256
 """Of one turn: the default of the server's LEYLINE_MAX_DIRECTIVES."""
 
+_NAME_CHARS = 30
+"""Of a policy, in a comparison."""
+
 ACTIONS = {
     "replace": "replaced",
     "drop": "dropped",
@@ -55,14 +58,17 @@ def comparison_as_text(previews: Sequence[Preview]) -> str:
             "prefilled, with splices, and without. hit: share of the prompts that is not prefilled, with splices."
         ),
         "",
-        f"{'policy':30.30} {'edits':>6} {'in turns':>8} {'prompts':>10} {'last':>8} {'anew':>10} {'without':>10} "
-        f"{'hit':>6}",
+        f"{'policy':{_NAME_CHARS}} {'edits':>6} {'in turns':>8} {'prompts':>10} {'last':>8} {'anew':>10} "
+        f"{'without':>10} {'hit':>6}",
     ]
     for preview in previews:
         totals = preview.totals()
         hit = 1 - totals["recomputed_tokens"] / totals["tokens_after"] if totals["tokens_after"] else 0.0
+        name = preview.policy_name
+        # Of a path the end says which it is.
+        name = name if len(name) <= _NAME_CHARS else f"…{name[1 - _NAME_CHARS :]}"
         lines.append(
-            f"{preview.policy_name:30.30} {totals['edits']:>6,} {totals['turns_with_edits']:>8,} "
+            f"{name:{_NAME_CHARS}} {totals['edits']:>6,} {totals['turns_with_edits']:>8,} "
             f"{totals['tokens_after']:>10,} {totals['last_tokens_after']:>8,} {totals['recomputed_tokens']:>10,} "
             f"{totals['recomputed_tokens_without_splice']:>10,} {hit:>6.1%}"
         )

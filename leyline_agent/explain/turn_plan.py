@@ -23,10 +23,12 @@ def plan_as_json(
     """Return the directives from the prompt before, with its answer, to the prompt of a request; by default the last.
 
     Raises:
-        ValueError: there is no such request.
+        ValueError: there is no such request, or none at all.
         PlanError: the two are too different for the diff.
     """
     points = request_points(conversation.messages)
+    if not points:
+        raise ValueError(f"{conversation.file} has no request: no message before an answer, and none at its end")
     number = len(points) if turn is None else turn
     if not 1 <= number <= len(points):
         raise ValueError(f"turn: got {number}, expected 1 to {len(points)}, the number of requests")

@@ -207,6 +207,9 @@ def _redact(work: Work, item: Item, pattern: Pattern, stub: str) -> None:
     raw = with_entries(raw, changed) if changed else raw
     if raw == item.raw:
         return
+    if raw.get("content") == []:
+        # It was one thought, which had to go as it is signed; an API refuses a list of nothing.
+        raw["content"] = ""
     work.units.append((item, [item.message_idx]))
     work.write(item, raw)
 

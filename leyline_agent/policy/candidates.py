@@ -7,7 +7,7 @@ only until the first that is too new, so a turn costs what is new, not the lengt
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -219,14 +219,17 @@ class RuleState:
     def _detected(self, history: History) -> set[int]:
         assert self.detector is not None
         messages: Sequence[Message] = [slot.message for slot in history.slots]
-        wanted = set(self.detector(messages))
+        returned = self.detector(messages)
+        # A function that forgets to return anything returns None.
+        wanted = list(returned) if isinstance(returned, Iterable) else [returned]
         wrong = [idx for idx in wanted if type(idx) is not int or not 0 <= idx < len(messages)]
-        if wrong:
+        if wrong or not isinstance(returned, Iterable):
+            got = (wrong or wanted)[0]
             raise PolicyError(
-                f"rule {self.rule.name!r}: {self.rule.select.python} returned {wrong[0]!r}, expected indices of the "
+                f"rule {self.rule.name!r}: {self.rule.select.python} returned {got!r}, expected indices of the "
                 f"{len(messages)} messages that it was given"
             )
-        return wanted
+        return set(wanted)
 
 
 def _within(index: IndexRange, message_idx: int) -> bool:

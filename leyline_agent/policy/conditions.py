@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, StrictBool, StrictFloat, StrictInt, model_validator
+from pydantic import Field, StrictBool, StrictFloat, StrictInt, WithJsonSchema, model_validator
 
 from leyline_agent.policy.selecting import Model
 from leyline_agent.policy.values import Count, EveryTurns, Globs, Positive, mistake
+
+Share = Annotated[
+    StrictFloat | StrictInt,
+    Field(gt=0, le=1),
+    WithJsonSchema({"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
+]
+"""Of a whole."""
 
 
 class When(Model):
@@ -24,7 +31,7 @@ class When(Model):
     """The prompt has at least this many tool outputs that no rule has replaced or cut."""
     turns: Positive | None = None
     """The conversation has at least this many turns, edited or not."""
-    context: Annotated[StrictFloat | StrictInt, Field(gt=0, le=1)] | None = None
+    context: Share | None = None
     """The prompt takes at least this share of the context window, such as 0.7."""
     every: EveryTurns | None = None
     """The number of turns is a multiple of this: `5 turns` makes edits come in batches."""
@@ -39,6 +46,19 @@ class When(Model):
         if all(getattr(self, key) is None for key in keys):
             raise mistake(f"says nothing; expected one of {', '.join(keys)}")
         return self
+
+
+def tokens_needed(when: When) -> tuple[int, tuple[str | int, ...]]:
+    """Return the least tokens of a prompt at which a trigger can fire, and the path of the condition that says so."""
+    needed: list[tuple[int, tuple[str | int, ...]]] = [(when.tokens or 0, ("tokens",))]
+    for idx, part in enumerate(when.all_of or ()):
+        tokens, path = tokens_needed(part)
+        needed.append((tokens, ("all_of", idx, *path)))
+    choices = [tokens_needed(part) for part in when.any_of or ()]
+    if choices:
+        idx = min(range(len(choices)), key=lambda idx: choices[idx][0])
+        needed.append((choices[idx][0], ("any_of", idx, *choices[idx][1])))
+    return max(needed, key=lambda each: each[0])
 
 
 class Keep(Model):

@@ -25,6 +25,7 @@ from leyline_agent.policy.triggers import explain_trigger, fires, needs_context_
 from leyline_agent.policy.work import Work
 
 _NO_GAIN: dict[Action, str] = {
+    "collapse": "no turn can go: some result is kept or awaited, something else stands there, or a stub saves nothing",
     "drop": "none can go: calls wait for results, or some of their results are kept",
     "truncate": "cutting them saves nothing",
     "clear_arguments": "they have no arguments to clear",
@@ -33,7 +34,8 @@ _NO_GAIN: dict[Action, str] = {
 }
 
 _WITHIN_ITEMS: frozenset[Action] = frozenset({"replace", "truncate", "drop_reasoning", "redact"})
-"""Actions that change only what was selected, so that they cannot reclaim more than is in it."""
+"""Actions that change only what was selected, so that they cannot reclaim more than is in it; others reach from a
+result to its call, and from a call to its results."""
 
 Tools = Sequence[Mapping[str, Any]] | None
 
@@ -109,7 +111,8 @@ class PolicyRun:
             if self._context_window is None and needs_context_window(policy.when_of(rule)):
                 raise PolicyError(
                     f"rule {rule.name!r} fires at a share of the context window, and its size is not known; add "
-                    "'context_window: 128000' to the policy, or give context_window"
+                    "'context_window: 128000' to the policy, or give context_window (explain, compare and plan: "
+                    "--context-window 128000)"
                 )
         self._lock = threading.Lock()
         self._seen: list[Mapping[str, Any]] = []
@@ -252,9 +255,9 @@ class _Replay:
                 return "kept", f"what it selects is kept: {kept}"
             return "nothing_selected", "nothing in the conversation is selected that was not edited before"
         gate = state.keep.min_reclaim_tokens
-        if gate is not None and state.action in _WITHIN_ITEMS:
+        if gate is not None:
             # Cheaper than to try, and mostly so: what is there does not suffice.
-            most = sum(history.item_tokens(item) for item in candidates)
+            most = self._most_reclaimed(state, candidates)
             if most < gate:
                 return "below_min_reclaim", f"would reclaim less than {most:,} of {gate:,} tokens"
         runs = list(self._runs[state.idx])
@@ -277,6 +280,20 @@ class _Replay:
         self._runs[state.idx] = runs
         self._record(work, fired)
         return None
+
+    def _most_reclaimed(self, state: RuleState, candidates: Sequence[Item]) -> int:
+        """Return how many tokens cannot be exceeded by what a rule reclaims, without trying it."""
+        history = self._history
+        if state.action in _WITHIN_ITEMS:
+            return sum(history.item_tokens(item) for item in candidates)
+        idxs = {item.message_idx for item in candidates}
+        for item in candidates:
+            if item.call is not None:
+                idxs.add(item.call.message_idx)
+            for call in item.calls:
+                idxs.update([history.items[number].message_idx for number in call.result_idxs])
+        runs = sum(run.tokens for run in self._runs[state.idx])
+        return runs + sum(history.slots[idx].tokens for idx in idxs)
 
     def _took(self, batch: Batch) -> None:
         """Take down what was done."""

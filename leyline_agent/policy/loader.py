@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import textwrap
 from collections.abc import Collection, Iterator, Sequence
+from datetime import date
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
@@ -104,7 +106,7 @@ def parse_policy(text: str, *, file: str = "<string>", allow_python: Collection[
     try:
         policy = Policy.model_validate(document.value)
     except ValidationError as error:
-        mistakes = [_policy_error(details, path, document) for details, path in _worth_saying(error, document)]
+        mistakes = [_policy_error(*found, document) for found in _worth_saying(error, document)]
         raise min(mistakes, key=lambda mistake: (mistake.line or 0, mistake.column or 0)) from error
     return _with_detectors(policy, document, allow_python)
 
@@ -147,8 +149,9 @@ def _with_detectors(policy: Policy, document: Document, allowed: Collection[str]
         try:
             found = getattr(import_module(module), function)
         except (ImportError, AttributeError) as error:
+            hint = "; is it installed, or its folder in PYTHONPATH?" if isinstance(error, ModuleNotFoundError) else ""
             raise document.error(
-                f"got {name!r}, which cannot be imported: {error}", document.place(path), key_path(path)
+                f"got {name!r}, which cannot be imported: {error}{hint}", document.place(path), key_path(path)
             ) from error
         if not callable(found):
             raise document.error(
@@ -158,8 +161,11 @@ def _with_detectors(policy: Policy, document: Document, allowed: Collection[str]
     return policy.with_detectors(detectors) if detectors else policy
 
 
-def _worth_saying(error: ValidationError, document: Document) -> list[tuple[ErrorDetails, tuple[int | str, ...]]]:
-    """Return the mistakes with their paths in the document, less what only follows from another."""
+def _worth_saying(error: ValidationError, document: Document) -> list[tuple[ErrorDetails, tuple[int | str, ...], bool]]:
+    """Return the mistakes with their paths in the document, less what only follows from another.
+
+    And whether the value may be a mapping too, where it is neither that nor the scalar that it may be.
+    """
     found = [
         (details, _path_in(document.value, details["loc"], details["type"]))
         for details in error.errors(include_url=False)
@@ -167,8 +173,9 @@ def _worth_saying(error: ValidationError, document: Document) -> list[tuple[Erro
     # A misspelt key is also missing under its right name; the misspelling is what to say.
     found = [(details, path) for details, path in found if details["type"] != "missing"] or found
     # Where a value may be a number or a mapping, both forms complain; the one that was not meant says nothing.
+    mappings = {path for details, path in found if details["type"] == "model_type"}
     return [
-        (details, path)
+        (details, path, path in mappings and _is_of_scalar(details))
         for details, path in found
         if not any(_is_other_form(details, path, other, at) for other, at in found if other is not details)
     ]
@@ -178,13 +185,17 @@ def _is_other_form(
     details: ErrorDetails, path: tuple[int | str, ...], other: ErrorDetails, at: tuple[int | str, ...]
 ) -> bool:
     """Tell whether a mistake is about a form that was not meant, since `other` is about the one that was."""
+    is_within = len(at) > len(path) and at[: len(path)] == path
     if details["type"] == "model_type":
         return other["type"] != "model_type" and at == path
+    if details["type"] == "too_short":
+        # Pydantic does not count entries that are wrong.
+        return is_within
     if not _is_of_scalar(details) or at[: len(path)] != path:
         return False
     # Of two forms of a number the one that takes more is said.
     is_wider = details["type"] == "int_type" and other["type"] == "float_type"
-    return is_wider or (isinstance(details["input"], dict) and not _is_of_scalar(other))
+    return is_wider or (isinstance(details["input"], dict) and (is_within or not _is_of_scalar(other)))
 
 
 def _is_of_scalar(details: ErrorDetails) -> bool:
@@ -204,13 +215,19 @@ def _path_in(value: Any, loc: tuple[int | str, ...], kind: str) -> tuple[int | s
     return tuple(path)
 
 
-def _policy_error(details: ErrorDetails, loc: tuple[int | str, ...], document: Document) -> PolicyError:
+def _policy_error(
+    details: ErrorDetails, loc: tuple[int | str, ...], may_be_mapping: bool, document: Document
+) -> PolicyError:
     kind = details["type"]
     context: dict[str, Any] = details.get("ctx", {})
     path = loc + tuple(context.get("path", ()))
     is_key_wrong = kind == "extra_forbidden" or bool(context.get("path"))
     place = document.key_place(path) if is_key_wrong else document.place(path)
-    return document.error(_message(kind, context, details, path), place, key_path(path))
+    message = _message(kind, context, details, path)
+    if may_be_mapping:
+        expected = f"{_EXPECTED.get(kind, 'true')} or {_mapping(path, details['input'])}"
+        message = f"got {_shown(details['input'])}, expected {expected}"
+    return document.error(message, place, key_path(path))
 
 
 def _message(kind: str, context: dict[str, Any], details: ErrorDetails, path: tuple[int | str, ...]) -> str:
@@ -220,9 +237,7 @@ def _message(kind: str, context: dict[str, Any], details: ErrorDetails, path: tu
     if kind == "extra_forbidden":
         known = _known_keys(path[:-1])
         keys = f"{', '.join(known)}{_near(str(path[-1]), known) or _elsewhere(str(path[-1]))}"
-        if len(keys) <= _INLINE_CHARS:
-            return f"unknown key, expected one of {keys}"
-        return "\n    ".join(("unknown key, expected one of", *textwrap.wrap(keys, _LIST_CHARS)))
+        return f"unknown key, expected one of{_listed(keys)}"
     if kind == "missing":
         return f"missing; add {_MISSING.get(str(path[-1]), 'it')}"
     if kind in ("literal_error", "enum"):
@@ -230,11 +245,8 @@ def _message(kind: str, context: dict[str, Any], details: ErrorDetails, path: tu
         words = [word.strip("'") for word in choices.replace(" or ", ", ").split(", ")]
         return f"got {got}, expected {choices}{_near(str(details['input']), words)}"
     if kind == "model_type":
-        known = _known_keys(path)
-        if len(known) == 1:
-            meant = details["input"] if isinstance(details["input"], int | float | str) else "…"
-            return f"got {got}, expected a mapping such as {{{known[0]}: {meant}}}"
-        return f"got {got}, expected a mapping with the keys {', '.join(known)}"
+        hint = "; is what belongs to it indented?" if details["input"] is None else ""
+        return f"got {got}, expected {_mapping(path, details['input'], hint)}"
     if kind == "greater_than_equal":
         return f"got {got}, expected {context['ge']} or more"
     if kind in ("greater_than", "less_than_equal"):
@@ -242,9 +254,26 @@ def _message(kind: str, context: dict[str, Any], details: ErrorDetails, path: tu
     expected = _EXPECTED.get(kind)
     if kind == "string_type" and isinstance(details["input"], list | dict):
         return f"got {got}, expected text; one that begins with '[' or '{{' needs quotes"
+    if kind == "string_type" and details["input"] is not None:
+        return f"got {got}, expected text; put it in quotes"
     if kind == "tuple_type" and isinstance(details["input"], dict):
         return f"got {got}, expected a list, whose entries begin with '- '"
     return f"got {got}, expected {expected}" if expected else f"got {got}: {details['msg']}"
+
+
+def _listed(keys: str) -> str:
+    """Return a list of keys to append: in the line, or on lines of their own."""
+    return f" {keys}" if len(keys) <= _INLINE_CHARS else "\n    ".join(("", *textwrap.wrap(keys, _LIST_CHARS)))
+
+
+def _mapping(path: tuple[int | str, ...], given: object, hint: str = "") -> str:
+    """Say which mapping belongs at a path, with what was given where that may be meant, and a hint after it."""
+    known = _known_keys(path)
+    if len(known) > 1:
+        return f"a mapping with the keys{_listed(', '.join(known) + hint)}"
+    meant = given if isinstance(given, int | float | str) and not isinstance(given, bool) else "…"
+    number = re.match(r"[0-9]+(?= )", given) if isinstance(given, str) else None
+    return f"a mapping such as {{{known[0]}: {number[0] if number else meant}}}{hint}"
 
 
 def _near(word: str, known: Sequence[str]) -> str:
@@ -285,4 +314,6 @@ def _shown(value: object) -> str:
         return str(value).lower()
     if isinstance(value, str):
         return f"the text {value!r:.80}"
+    if isinstance(value, date):
+        return str(value)
     return f"{value!r:.80}"

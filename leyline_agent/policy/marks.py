@@ -23,6 +23,18 @@ MAX_EXCERPT_CHARS = 120
 Path = Sequence[str | int]
 
 
+_HINTS = {
+    "unknown escape character": "between double quotes a backslash is written twice; between single quotes once",
+    "expected ',' or": "a bracket before it is not closed, or a text that begins with one is not in quotes",
+    "expected <block end>": "is this line indented like its neighbours?",
+    "mapping values are not allowed": "a text with ': ' in it needs quotes; else look at the indentation",
+    "cannot start any token": "a text that begins with it needs quotes",
+    "expected alphabetic or numeric": "a text that begins with '*' or '&' needs quotes",
+    "another document": "a policy is one document, so leave '---' out",
+}
+"""What mostly is wrong where PyYAML says this."""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a value or a key stands; counted from 1."""
@@ -127,14 +139,16 @@ class Document:
     def _syntax_error(self, error: yaml.MarkedYAMLError, text: str) -> PolicyError:
         mark = error.problem_mark or error.context_mark
         problem = error.problem or "not valid YAML"
-        hint = ""
+        if error.context_mark is not None and "quoted scalar" in (error.context or "") and "end of" in problem:
+            return self._error("not valid YAML: the quotes that are opened here are not closed", error.context_mark)
+        hint = "".join([f"; {words}" for said, words in _HINTS.items() if said in problem])
         if mark is not None:
             lines = text.splitlines()
             line = lines[mark.line] if mark.line < len(lines) else ""
             if "\t" in line[: mark.column + 1]:
                 hint = "; YAML wants spaces for indentation, found a tab"
             elif line.strip():
-                hint = f"; in {line.strip()[:80]!r}"
+                hint = f"; in {line.strip()[:80]!r}{hint}"
         return self._error(f"not valid YAML: {problem}{hint}", mark)
 
     def error(self, message: str, place: Place | None, key: str | None = None) -> PolicyError:

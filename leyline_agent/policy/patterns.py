@@ -29,6 +29,11 @@ class Pattern:
         self.source = source
         if len(source) > MAX_PATTERN_CHARS:
             raise PatternError(f"got a pattern of {len(source)} characters, expected {MAX_PATTERN_CHARS} or fewer")
+        if "\b" in source:
+            raise PatternError(
+                f"got {source!r:.80}, which has a backspace: between double quotes YAML reads \\b as one; put the "
+                "pattern in single quotes, or write \\\\b"
+            )
         options = re2.Options()
         # The caller is told; RE2 would write to stderr too.
         options.log_errors = False
@@ -47,11 +52,26 @@ class Pattern:
 
     def search(self, text: str) -> bool:
         """Tell whether the pattern matches anywhere in a text."""
-        return self._compiled.search(text) is not None
+        try:
+            return self._compiled.search(text) is not None
+        except UnicodeEncodeError:
+            return self._compiled.search(_encodable(text)) is not None
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         """Return the matches from left to right, none overlapping another."""
-        return [match.span() for match in self._compiled.finditer(text) if match.end() > match.start()]
+        try:
+            matches = list(self._compiled.finditer(text))
+        except UnicodeEncodeError:
+            matches = list(self._compiled.finditer(_encodable(text)))
+        return [match.span() for match in matches if match.end() > match.start()]
+
+
+def _encodable(text: str) -> str:
+    """Put a question mark in the place of each half of a surrogate pair, so that places stay the same.
+
+    JSON can say one, and UTF-8, in which RE2 looks, cannot.
+    """
+    return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 @lru_cache(maxsize=256)

@@ -15,11 +15,11 @@ from pydantic import PrivateAttr, model_validator
 from leyline_agent.core.messages import Message
 from leyline_agent.core.protocol import Mode
 from leyline_agent.errors import PolicyError
-from leyline_agent.policy.conditions import Keep, When
+from leyline_agent.policy.conditions import Keep, When, tokens_needed
 from leyline_agent.policy.patterns import compile_pattern
 from leyline_agent.policy.selecting import Age, Model, Select
 from leyline_agent.policy.stub import check_stub
-from leyline_agent.policy.values import NonEmpty, Positive, TextAmount, mistake, only
+from leyline_agent.policy.values import NonEmpty, Positive, TextAmount, covers, mistake, only
 
 Action = Literal["replace", "drop", "collapse", "truncate", "clear_arguments", "drop_reasoning", "redact"]
 ACTIONS: tuple[Action, ...] = (
@@ -155,7 +155,7 @@ class Rule(Model):
         keep = self.keep
         if keep is not None and self.select.is_error and keep.errors:
             raise mistake("keeps the errors that the rule selects, so it can never fire", "keep", "errors")
-        if keep is not None and self.select.tag is not None and set(self.select.tag) <= set(keep.tagged or ()):
+        if keep is not None and self.select.tag is not None and covers(keep.tagged or (), self.select.tag):
             raise mistake("keeps the tags that the rule selects, so it can never fire", "keep", "tagged")
         return self
 
@@ -250,18 +250,23 @@ class Policy(Model):
     @model_validator(mode="after")
     def _rules_can_fire(self) -> Policy:
         for idx, rule in enumerate(self.rules):
-            if rule.keep is None and rule.select.is_error and self.keep_of(rule).errors:
+            kept = self.keep_of(rule) if rule.keep is None else Keep()
+            is_tag_kept = rule.select.tag is not None and covers(kept.tagged or (), rule.select.tag)
+            if is_tag_kept or (rule.select.is_error and kept.errors):
+                what, key = ("the tag", "tag") if is_tag_kept else ("errors", "is_error")
                 raise mistake(
-                    f"rule {rule.name!r} selects errors and the policy keeps them, so it can never fire; give the rule "
-                    "a 'keep' of its own",
-                    *("rules", idx, "select", "is_error"),
+                    f"rule {rule.name!r} selects {what} that the policy keeps, so it can never fire; give the rule a "
+                    "'keep' of its own",
+                    *("rules", idx, "select", key),
                 )
             when = self.when_of(rule)
-            if self.context_window and when is not None and (when.tokens or 0) > self.context_window:
+            tokens, path = (0, ()) if when is None else tokens_needed(when)
+            if self.context_window and tokens > self.context_window:
                 raise mistake(
-                    f"waits for {when.tokens} tokens and the context window has {self.context_window}, so rule "
+                    f"waits for {tokens} tokens and the context window has {self.context_window}, so rule "
                     f"{rule.name!r} can never fire",
-                    *((("rules", idx) if rule.when is not None else ()) + ("when", "tokens")),
+                    *(("rules", idx) if rule.when is not None else ()),
+                    *("when", *path),
                 )
             for earlier in self.rules[:idx]:
                 if self._takes_all(earlier, rule):
@@ -274,11 +279,16 @@ class Policy(Model):
 
     def _takes_all(self, earlier: Rule, later: Rule) -> bool:
         """Tell whether an earlier rule surely drops whatever a later one selects."""
-        if earlier.drop is None or self.when_of(earlier) is not None or self.keep_of(earlier) != Keep():
+        if earlier.drop is None or self.keep_of(earlier) != Keep():
+            return False
+        if self.when_of(earlier) not in (None, self.when_of(later)):
             return False
         first, second = _conditions(earlier.select), _conditions(later.select)
         if not set(second.pop("role")) <= set(first.pop("role")) or second.pop("opening") > first.pop("opening"):
             return False
+        for key in ("tool", "id", "tag"):
+            if key in first and key in second and covers(first[key], second[key]):
+                del first[key]
         first.pop("older_than", None)
         return later.select.min_age >= earlier.select.min_age and all(
             second.get(key) == value for key, value in first.items()

@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from leyline_agent.policy.patterns import PatternError, compile_pattern
-from leyline_agent.policy.values import Count, Globs, NonEmpty, Positive, listed, mistake, only
+from leyline_agent.policy.values import Count, Globs, NonEmpty, Positive, covers, listed, mistake, only
 
 Role = Literal["tool", "user", "assistant", "system"]
 _ROLES = {"enum": ["tool", "user", "assistant", "system"]}
@@ -94,7 +94,7 @@ class Select(Model):
     """Only messages of this size."""
     matches: NonEmpty | None = None
     """A regular expression that occurs in the text, as in Python, without backreferences and lookaround; `^` and `$`
-    are the edges of a line."""
+    are the edges of a line, and `\\w`, `\\d`, `\\s` and `\\b` know ASCII alone."""
     is_error: Annotated[Literal[True], only(True)] | None = None
     """With `role: tool`: outputs that report an error."""
     superseded: Annotated[Literal[True], only(True)] | Superseded | None = None
@@ -122,9 +122,18 @@ class Select(Model):
 
     @model_validator(mode="after")
     def _can_hold(self) -> Select:
-        left_alone = set(self.exclude_tool or ())
-        if "*" in left_alone or (self.tool is not None and set(self.tool) <= left_alone):
+        if self.exclude_tool is not None and covers(self.exclude_tool, self.tool or ("*",)):
             raise mistake("every tool that is selected is left alone, so the rule can never fire", "exclude_tool")
+        first = self.index.from_ if isinstance(self.index, IndexRange) else self.index
+        if first is not None and 0 < -first <= self.min_age:
+            # Each later turn has a message of its own.
+            last = "message is" if first == -1 else f"{-first} messages are"
+            age = "a turn" if self.min_age == 1 else f"{self.min_age} turns"
+            raise mistake(
+                f"the last {last} never older than {age}, so the rule can never fire; select other places, or leave "
+                "'older_than' out",
+                "index",
+            )
         if self.matches is not None:
             try:
                 compile_pattern(self.matches)

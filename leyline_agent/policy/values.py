@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StrictInt, WithJsonSchema
@@ -21,8 +23,8 @@ def only(expected: int | bool) -> BeforeValidator:
 
     def check(value: object) -> object:
         if type(value) is not type(expected) or value != expected:
-            shown = str(expected).lower()
-            raise mistake(f"expected {shown}, got {value!r}")
+            hint = "; leave the key out instead" if value is False else ""
+            raise mistake(f"expected {str(expected).lower()}, got {value!r}{hint}")
         return value
 
     return BeforeValidator(check)
@@ -44,6 +46,17 @@ _ONE_OR_MORE: dict[str, Any] = {
 }
 Globs = Annotated[tuple[NonEmpty, ...], Field(min_length=1), BeforeValidator(listed), WithJsonSchema(_ONE_OR_MORE)]
 """A glob or a list of them."""
+
+
+def covers(globs: Sequence[str], others: Sequence[str]) -> bool:
+    """Tell whether whatever one of `others` matches surely is matched by one of `globs`."""
+    return all(any(_is_wider(glob, other) for glob in globs) for other in others)
+
+
+def _is_wider(glob: str, other: str) -> bool:
+    is_name = not any(sign in other for sign in "*?[")
+    return glob == other or set(glob) == {"*"} or (is_name and fnmatchcase(other, glob))
+
 
 _TURNS = re.compile(r"([0-9]{1,9}) turns?")
 

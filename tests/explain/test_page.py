@@ -133,6 +133,16 @@ def test_it_says_that_numbers_are_estimates() -> None:
     assert html.count("(estimate)") == 3
 
 
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [(7, "7"), (True, "true"), ({"type": "text", "text": "so"}, "so"), ([None, 7, {"a": 1}], '7\n{"a": 1}')],
+)
+def test_a_content_of_an_unknown_form_is_shown(content: object, shown: str) -> None:
+    (card,) = _Page(_page(_STUB, [{"role": "user", "content": content}])).articles
+
+    assert f"recomputed{shown}\n" in card["text"]
+
+
 def test_a_conversation_without_requests_has_a_page() -> None:
     assert "of 0</label>" in _page(_STUB, [])
 

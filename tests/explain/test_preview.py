@@ -212,6 +212,13 @@ def test_a_plan_of_no_request_is_refused(turn: int) -> None:
         plan_as_json(_STUB, conversation, ExactMeter(conversation, WordTokenizer(), "words"), turn)
 
 
+def test_a_plan_of_a_conversation_without_requests_is_refused() -> None:
+    conversation = recorded([])
+
+    with pytest.raises(ValueError, match="has no request"):
+        plan_as_json(_STUB, conversation, ExactMeter(conversation, WordTokenizer(), "words"))
+
+
 def test_a_tokenizer_that_cannot_render_is_told_with_the_prompt() -> None:
     class Broken(WordTokenizer):
         def render(self, messages: Any, tools: Any = None, **arguments: Any) -> list[int]:

@@ -93,6 +93,16 @@ def test_policies_stand_side_by_side() -> None:
     assert none[5] == none[6]
 
 
+def test_of_a_long_path_the_comparison_shows_the_end() -> None:
+    conversation = recorded(agent(2))
+    name = "../../policies/of/the/team/evict_old_outputs.yaml"
+    previewed = preview(parse_policy(_RULES), conversation, EstimatedMeter(conversation), name=name)
+
+    row = comparison_as_text([previewed]).splitlines()[-1]
+
+    assert row.split()[0] == "…e/team/evict_old_outputs.yaml"
+
+
 @pytest.mark.parametrize("policy", shipped_policies())
 def test_everything_fits_a_terminal(policy: str) -> None:
     conversation = read_conversation(DEMO)

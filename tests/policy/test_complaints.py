@@ -210,6 +210,23 @@ rules:
         assert words in row.detail
 
 
+def test_5_a_turn_that_cannot_collapse_is_not_said_to_be_too_short() -> None:
+    policy = parse_policy('version: 1\nrules: [{name: r, select: {role: tool}, collapse: "[{turns} turns]"}]')
+    use = {"type": "tool_use", "id": "a", "name": "bash", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "word " * 90}
+    messages = messages_from_openai(
+        [
+            {"role": "user", "content": "task"},
+            {"role": "assistant", "content": [use]},
+            {"role": "user", "content": [result, {"type": "text", "text": "hurry"}]},
+        ]
+    )
+
+    (idle,) = apply_policy(policy, messages).idle
+
+    assert (idle.why, "something else stands there" in idle.detail) == ("no_gain", True)
+
+
 @pytest.mark.parametrize("text", ["one\ntwo\nthree\n" * 40, "no line break at all " * 40, "a\n\n\nb" * 90])
 def test_6_a_stub_claims_what_was_lost_no_more_and_no_less(text: str) -> None:
     """deepagents#5563, agent-framework#7393."""

@@ -56,13 +56,13 @@ def test_another_allowed_name_is_not_enough_and_is_suggested() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("no.such.module:f", "cannot be imported"),
+        ("no.such.module:f", "cannot be imported: No module named 'no'; is it installed, or its folder in PYTHONPATH?"),
         ("json:no_such", "cannot be imported"),
         ("json:__name__", "a function"),
     ],
 )
 def test_an_allowed_name_that_is_no_function_is_refused(name: str, words: str) -> None:
-    with pytest.raises(PolicyError, match=words):
+    with pytest.raises(PolicyError, match=re.escape(words)):
         parse_policy(_RULE.format(name), allow_python=[name])
 
 
@@ -101,7 +101,7 @@ def test_a_detector_is_given_the_messages_as_they_were() -> None:
     assert set(seen) == {"out"}
 
 
-@pytest.mark.parametrize("wrong", [[99], [-1], ["a"], [True]])
-def test_a_detector_that_returns_no_indices_is_reported(wrong: list[Any]) -> None:
+@pytest.mark.parametrize("wrong", [[99], [-1], ["a"], [True], [[0]], None])
+def test_a_detector_that_returns_no_indices_is_reported(wrong: Any) -> None:
     with pytest.raises(PolicyError, match=r"my:detector returned .*expected indices of the 2 messages"):
         apply_policy(_policy_with(lambda messages: wrong), _history(("a", "{}")))

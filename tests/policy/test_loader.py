@@ -301,6 +301,153 @@ _MISTAKES = [
     pytest.param("hello", 1, 1, None, ["the text 'hello'"], id="text at the top"),
     pytest.param("a: &a [x]\nb: [*a, *a]\n", 2, 5, None, ["alias '*a'"], id="alias"),
     pytest.param("a: " + "[" * 100_000, 1, 35, None, ["deep"], id="nested without end"),
+    pytest.param(
+        _GOOD + "when: {any_of: [{tokenz: 1}]}\n",
+        6,
+        18,
+        "when.any_of[0].tokenz",
+        ["did you mean 'tokens'?"],
+        id="key of the only entry of a list",
+    ),
+    pytest.param(
+        _with("role: tool", "role: [tol]"), 4, 21, "rules[0].select.role[0]", ["'tool'?"], id="only entry of a list"
+    ),
+    pytest.param(
+        _with('replace: "[{tool}]"', "clear_arguments: {longer_than: 500}"),
+        5,
+        36,
+        "rules[0].clear_arguments.longer_than",
+        ["got 500", "'2000 chars'"],
+        id="value in one form of a value",
+    ),
+    pytest.param(
+        _with("role: tool", "role: tool, superseded: path"),
+        4,
+        38,
+        "rules[0].select.superseded",
+        ["got the text 'path', expected true or a mapping such as {argument: path}"],
+        id="text for a mapping",
+    ),
+    pytest.param(
+        _with("role: tool", "role: tool, index: [0, 5]"),
+        4,
+        33,
+        "rules[0].select.index",
+        ["got a list, expected a whole number or a mapping with the keys from, to"],
+        id="range as a list",
+    ),
+    pytest.param(
+        _with("{turns: 2}", "2 turns"),
+        4,
+        38,
+        "rules[0].select.older_than",
+        ["got the text '2 turns', expected a mapping such as {turns: 2}"],
+        id="number with its unit",
+    ),
+    pytest.param(
+        "version: 1\nrules:\n  - name: old\n    select:\n    role: tool\n    drop: true\n",
+        4,
+        12,
+        "rules[0].select",
+        ["got nothing", "is what belongs to it indented?"],
+        id="mapping that is not indented",
+    ),
+    pytest.param(
+        _with("name: old", "name: 2024-01-01"),
+        3,
+        11,
+        "rules[0].name",
+        ["got 2024-01-01, expected text; put it in quotes"],
+        id="date for text",
+    ),
+    pytest.param(
+        _with("role: tool", 'role: tool, matches: "\\bC-[0-9]"'),
+        4,
+        26,
+        "rules[0].select.matches",
+        ["backspace", "single quotes"],
+        id="backspace for the edge of a word",
+    ),
+    pytest.param(
+        _with("role: tool", 'role: tool, matches: "\\d"'), 4, 37, None, ["not valid YAML", "single quotes"], id="escape"
+    ),
+    pytest.param(
+        _with('"[{tool}]"', "[evicted: {tool}, {lines} lines]"),
+        5,
+        40,
+        None,
+        ["not valid YAML", "in quotes"],
+        id="stub of two placeholders without quotes",
+    ),
+    pytest.param(_with('"[{tool}]"', "`x`"), 5, 14, None, ["not valid YAML", "needs quotes"], id="backtick"),
+    pytest.param(
+        _with("role: tool", "role: tool, tool: *"), 4, 33, None, ["not valid YAML", "needs quotes"], id="star"
+    ),
+    pytest.param(
+        _with("name: old", "name: a: b"), 3, 12, None, ["not valid YAML", "needs quotes"], id="colon in a text"
+    ),
+    pytest.param(_with("    select", "   select"), 4, 4, None, ["not valid YAML", "indented"], id="indentation"),
+    pytest.param(_with('"[{tool}]"', '"[{tool}]'), 5, 14, None, ["not valid YAML", "opened here"], id="open quotes"),
+    pytest.param(
+        _with("role: tool", 'role: tool, tool: read_file, exclude_tool: "read_*"'),
+        4,
+        43,
+        "rules[0].select.exclude_tool",
+        ["can never fire"],
+        id="the tool is excluded by a glob",
+    ),
+    pytest.param(
+        _with("role: tool", 'role: tool, exclude_tool: "**"'),
+        4,
+        26,
+        "rules[0].select.exclude_tool",
+        ["can never fire"],
+        id="all tools are excluded by another glob",
+    ),
+    pytest.param(
+        _with("role: tool", "role: tool, index: {from: -2}"),
+        4,
+        26,
+        "rules[0].select.index",
+        ["the last 2 messages", "can never fire"],
+        id="place that is never so old",
+    ),
+    pytest.param(
+        _with("role: tool", "role: tool, index: -1"), 4, 26, "rules[0].select.index", ["never fire"], id="last and old"
+    ),
+    pytest.param(
+        _with("role: tool", "role: tool, tag: old_1") + "keep: {tagged: 'old*'}\n",
+        4,
+        26,
+        "rules[0].select.tag",
+        ["can never fire", "a 'keep' of its own"],
+        id="the tag is kept by the policy",
+    ),
+    pytest.param(
+        _with("role: tool", "role: tool, tag: old_1") + "    keep: {tagged: 'old*'}\n",
+        6,
+        12,
+        "rules[0].keep.tagged",
+        ["can never fire"],
+        id="the tag is kept by a glob",
+    ),
+    pytest.param(
+        _GOOD + "context_window: 100\nwhen: {any_of: [{tokens: 200}, {all_of: [{turns: 3}, {tokens: 300}]}]}\n",
+        7,
+        18,
+        "when.any_of[0].tokens",
+        ["waits for 200 tokens", "can never fire"],
+        id="nested triggers beyond the window",
+    ),
+    pytest.param(
+        "version: 1\nwhen: {tokens: 9}\nrules:\n  - {name: old, select: {role: tool, tool: 'read_*'}, drop: true}\n"
+        "  - {name: b, select: {role: tool, tool: read_file}, replace: x}\n",
+        5,
+        6,
+        "rules[1].name",
+        ["can never fire", "'old'"],
+        id="rule behind one with the same trigger and a wider glob",
+    ),
 ]
 
 
@@ -332,6 +479,22 @@ def test_a_long_list_of_keys_fits_the_width_of_a_page() -> None:
         parse_policy(_with("role:", "rol:"), file="policy.yaml")
 
     assert max(map(len, str(caught.value).splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("role: tool", "role: tool, tool: 'read_*', exclude_tool: read_file"),
+        ("role: tool", "role: tool, tool: 'read_*', exclude_tool: 'read_f*'"),
+        ("role: tool", "role: tool, index: -3"),
+        ("role: tool", "role: tool, index: {to: -1}"),
+        ('replace: "[{tool}]"', "replace: x\n    when: {any_of: [{tokens: 200}, {turns: 3}]}\ncontext_window: 100"),
+        ("role: tool", "role: tool, matches: '\\bC-[0-9]'"),
+        ("role: tool", "role: tool, tag: 'old*'"),
+    ],
+)
+def test_a_rule_that_may_fire_is_no_mistake(change: tuple[str, str]) -> None:
+    assert len(parse_policy(_with(*change) + "keep: {tagged: old_1}\n").rules) == 1
 
 
 def test_a_rule_with_another_trigger_may_follow_one_that_drops_everything() -> None:

@@ -38,6 +38,19 @@ def test_places_are_those_of_characters() -> None:
     assert Pattern(r"sk-\w+").spans("é漢🙂 sk-abc, sk-1") == [(4, 10), (12, 16)]
 
 
+def test_half_a_surrogate_pair_is_a_character_like_others() -> None:
+    """JSON can say it and UTF-8 cannot, in which RE2 looks."""
+    assert Pattern(r"sk-\w+").spans("\ud800é sk-abc \udc00") == [(3, 9)]
+    assert Pattern("sk").search("\ud800 sk")
+    assert not Pattern("sk").search("\ud800")
+
+
+def test_alternatives_and_classes_are_as_documented() -> None:
+    assert Pattern("a|ab").spans("ab") == [(0, 1)]
+    assert Pattern(r"\w+").spans("été") == [(1, 2)]
+    assert Pattern(r"\p{L}+").spans("été") == [(0, 3)]
+
+
 def test_edges_are_those_of_a_line() -> None:
     assert Pattern("^b$").spans("a\nb\nc") == [(2, 3)]
 

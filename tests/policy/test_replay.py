@@ -9,7 +9,7 @@ import pytest
 
 from leyline_agent.core.messages import Message, messages_from_openai
 from leyline_agent.errors import PolicyError
-from leyline_agent.policy import PolicyRun, TextTokens, apply_policy, parse_policy, request_points
+from leyline_agent.policy import PolicyRun, TextTokens, apply_policy, engine, parse_policy, request_points
 
 _HEAD = "version: 1\nrules: [{name: r, select: {role: tool}, "
 _REPLACE = 'replace: "[x]"}]\n'
@@ -71,6 +71,17 @@ def test_a_gate_holds_until_enough_has_piled_up_and_what_went_stays() -> None:
 
     assert edited == [0, 0, 0, 0, 0, 5, 5, 5, 5, 5]
     assert [made.before[0].text for made in run.apply(messages).made] == ["word " * 100] * 5
+
+
+@pytest.mark.parametrize("action", ["drop: true", 'collapse: "[{turns} turns]"'])
+def test_a_gate_that_is_far_away_is_not_tried_at_every_turn(action: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To edit all that has piled up and to take it back takes milliseconds a turn, and more each turn."""
+    tried: list[int] = []
+    monkeypatch.setattr(engine, "carry_out", lambda work, candidates: tried.append(len(candidates)))
+    policy = parse_policy(f"{_HEAD}{action}, keep: {{min_reclaim_tokens: 900000}}}}]\n")
+
+    assert apply_policy(policy, _agent(9)).idle[0].why == "below_min_reclaim"
+    assert tried == []
 
 
 def test_a_later_rule_is_asked_about_what_an_earlier_one_left() -> None:
