@@ -202,14 +202,14 @@ class Footprints:
         if has_ended or protected != self._protected_then:
             self._round, self._protected_then = list(self._due), protected
         now, self._round = self._round[:_TAGS_A_RETRY], self._round[_TAGS_A_RETRY:]
-        scrub = False
+        # Of any tag: the rows that two have had go with the first one.
+        scrub = any(self._closed[tag].scrub for tag in self._due)
+        has_gone = False
         for tag in now:
             if tag in self._due:
                 purge = self.empty(radix, tag)
-                # Also where another tag has dropped the rows that both had: nothing of it is held any more.
-                has_gone = purge.dropped_tokens > 0 or tag not in self._due
-                scrub |= self._closed[tag].scrub and has_gone
-        if scrub:
+                has_gone |= purge.dropped_tokens > 0 or tag not in self._due
+        if scrub and has_gone:
             compat.scrub_free_slots(scheduler)
 
     def own_slots(self, radix: RadixPort, tag: str) -> int:

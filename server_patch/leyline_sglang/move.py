@@ -34,8 +34,8 @@ class RefusedError(Exception):
 class Fill(Protocol):
     """Computes rows that are keyed before they are there, in the very batch of the request that reads them."""
 
-    def check_room(self, num_tokens: int) -> None:
-        """Raise `RefusedError` if so many tokens cannot be computed in this batch."""
+    def check_room(self, num_tokens: int, path_tokens: int) -> None:
+        """Raise `RefusedError` if so many tokens cannot be computed in this batch, on a path of so many in all."""
 
     def admit(self, token_ids: array[int], prefix: Path) -> None:
         """Have the batch compute what is missing of `token_ids` right of `prefix`; raises as `check_room`."""
@@ -113,7 +113,7 @@ class Move:
                 Reason.EVICTED, f"{len(head)} of the {request.dst_start} tokens left of the kept run are cached"
             )
         if num_filled and self._fill is not None:
-            self._fill.check_room(num_filled)
+            self._fill.check_room(num_filled, request.dst_start + num_kept)
         target_ids = self._rows.new[: request.dst_start + num_kept]
         assert len(target_ids) == request.dst_start + num_kept, "the kept run ends beyond the prompt"
         matched = min(len(target), len(target_ids))

@@ -24,7 +24,7 @@ import torch
 from leyline_agent.core.protocol import Reason
 from leyline_sglang import compat
 from leyline_sglang.cached_rows import CachedRows, Stages
-from leyline_sglang.compat import Path, RadixPort
+from leyline_sglang.compat import Path
 from leyline_sglang.io_types import AdmissionReply, AdmissionRequest, CacheReply, CacheRequest, unpack
 from leyline_sglang.move import Move, RefusedError
 from leyline_sglang.prefill_cost import METER
@@ -83,9 +83,9 @@ def _choose_namespace(scheduler: Any, req: Any, request: AdmissionRequest, reply
     """Serve the request from where more of it is cached, the conversation's namespace on a tie."""
     stages = Stages()
     with stages("look"):
+        # Both as the engine would serve them: of a prompt that is cached whole, it computes the last token.
+        reply.new_shared = compat.use_namespace(scheduler, req, request.shared_salt)
         reply.new_own = compat.use_namespace(scheduler, req, request.own_salt)
-        shared = RadixPort(scheduler.tree_cache).match(req.origin_input_ids, req.extra_key, request.shared_salt)
-        reply.new_shared = len(shared)
         if reply.new_shared > reply.new_own or not (reply.new_own or request.has_namespace):
             compat.use_namespace(scheduler, req, request.shared_salt)
     reply.stages_ms |= stages.ms
@@ -158,7 +158,7 @@ class _Siblings:
         tokens = compat.prefill_budget(self._adder) - 1
         return not request.num_fills or (slots > request.num_fills and tokens >= request.fill_tokens)
 
-    def check_room(self, num_tokens: int) -> None:
+    def check_room(self, num_tokens: int, path_tokens: int) -> None:
         """See `move.Fill`."""
         if compat.free_request_slots(self._scheduler, self._adder) < 2:
             raise RefusedError(Reason.POOL_FULL, "no request slot is free to compute R beside the request")
@@ -168,7 +168,8 @@ class _Siblings:
                 Reason.POOL_FULL, f"{num_tokens} tokens left of the kept run are not cached; this batch takes {budget}"
             )
         # Each takes a slot twice until the batch is allocated: one that is keyed, one as any sequence of a batch does.
-        if 2 * num_tokens >= compat.free_tokens(self._adder):
+        # And nothing of the path that names it can be evicted for that, as it is held.
+        if num_tokens + path_tokens >= compat.free_tokens(self._adder):
             raise RefusedError(Reason.POOL_FULL, f"no room to compute {num_tokens} tokens beside the request")
 
     def admit(self, token_ids: array[int], prefix: Path) -> None:

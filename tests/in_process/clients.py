@@ -6,15 +6,19 @@ server chose to do, what a request was served with must be the caller's to see, 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import itertools
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 from leyline_sglang import conversations
+from leyline_sglang.io_types import CacheRequest
 from leyline_sglang.noted_request import SCOPE_KEY, generate
+from leyline_sglang.sequences import RememberedTurn
 from leyline_sglang.turn import salt_of
 from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -28,9 +32,11 @@ from leyline_agent.core.protocol import (
     SpliceReply,
     SpliceRequest,
 )
-from tests.in_process.harness import World
-from tests.in_process.mirror import common_prefix, is_own
+from tests.in_process.harness import SameIdError, World
+from tests.in_process.mirror import is_own
 from tests.in_process.model import Namespace
+from tests.in_process.moves import common_prefix
+from tests.in_process.requests import Caller
 from tests.in_process.rows import Influence, Row
 
 
@@ -55,9 +61,19 @@ class Chat:
 
     client: Client
     turn: Turn
-    outcome: Outcome | None
+    note: Note
+    fields: dict[str, Any]
+    """Of the note, as its caller gave them."""
+    caller: Caller
     stream: AsyncGenerator[Any, None]
+    http_request: Any
+    request: GenerateReqInput
+    first: Any = None
+    """The task that waits for its first chunk; None once that has come."""
+    outcome: Outcome | None = None
     served: int = 0
+    served_with: tuple[Namespace, list[Row]] | None = None
+    """What it had from the cache; None where it was not served."""
     done: bool = False
 
 
@@ -74,7 +90,11 @@ class Client:
         self.turns: list[Turn] = []
         self.edits: dict[str, set[Influence]] = {}
         """What each edit that the server reported has made."""
+        self.may_fail = False
+        """Whether kernels are made to fail, of which an outcome may tell."""
         self._numbers = itertools.count(1)
+        self._num_sent: Counter[str] = Counter()
+        """How often each turn was sent."""
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -82,34 +102,90 @@ class Client:
         """Return a note of this conversation."""
         return Note(conversation=self.conversation_id, turn=turn_id, **fields)
 
-    def begin(
-        self, prompt: Sequence[int], *, outputs: Sequence[int] = (), turn_id: str | None = None, **note: Any
+    def send(
+        self,
+        prompt: Sequence[int],
+        *,
+        outputs: Sequence[int] = (),
+        turn_id: str | None = None,
+        rid: str | None = None,
+        **note: Any,
     ) -> Chat:
-        """Send a turn and wait for its first chunk; check what it was served with."""
+        """Send a turn, and let it come as far as it does before the scheduler's next batch."""
         world = self.world
         turn = Turn(turn_id or f"t{next(self._numbers)}", list(prompt))
-        custom = {
-            NOTE_KEY: self.note(turn.turn_id, **note).model_dump_json(),
-            "outputs": " ".join(map(str, outputs)),
-        }
+        self._num_sent[turn.turn_id] += 1
+        full_note = self.note(turn.turn_id, **note)
+        custom = {NOTE_KEY: full_note.model_dump_json(), "outputs": " ".join(map(str, outputs))}
         request = GenerateReqInput(
             input_ids=list(prompt),
             sampling_params={"max_new_tokens": len(outputs), "custom_params": custom},
             extra_key=self.extra_key,
             cache_salt=self.cache_salt,
             stream=True,
+            rid=rid,
         )
         http_request = SimpleNamespace(scope={}, is_disconnected=_never)
-        num_moves, num_served = len(world.mirror.moves), len(world.served)
-        chat = Chat(self, turn, None, generate(world.serving, world.generate, world.manager, request, http_request))
-        self.advance(chat)
-        chat.outcome = http_request.scope[SCOPE_KEY]
-        assert chat.outcome.reason != Reason.INTERNAL_ERROR, chat.outcome.message
-        self._take_edits(chat.outcome, num_moves)
-        if len(world.served) > num_served:
-            self._check_served(self.note(turn.turn_id, **note), turn, *world.served[-1])
-        self.turns.append(turn)
+        caller = Caller(self.name)
+        stream = generate(world.serving, world.generate, world.manager, request, http_request)
+        chat = Chat(self, turn, full_note, note, caller, stream, http_request, request)
+        with world.as_caller(caller):
+            chat.first = world.begin(_first_chunk(stream))
         return chat
+
+    def arrive(self, chat: Chat) -> None:
+        """Wait for the first chunk of a turn, and check what it was served with."""
+        world = self.world
+        first, chat.first = chat.first, None
+        try:
+            self._take(chat, world.wait_for(first))
+        except StopAsyncIteration:
+            chat.done = True
+        except SameIdError:
+            chat.done = True
+            self._check_log(chat)
+            return
+        chat.outcome = chat.http_request.scope[SCOPE_KEY]
+        assert chat.outcome.reason != Reason.INTERNAL_ERROR or self.may_fail, chat.outcome.message
+        self._take_edits(chat.outcome, chat.caller)
+        self._check_log(chat)
+        chat.served_with = world.take_served(chat.request)
+        if chat.served_with is not None:
+            self._check_served(chat.note, chat.turn, *chat.served_with)
+        self.turns.append(chat.turn)
+
+    def begin(self, prompt: Sequence[int], **more: Any) -> Chat:
+        """Send a turn, wait for its first chunk, and check what it was served with."""
+        chat = self.send(prompt, **more)
+        self.arrive(chat)
+        return chat
+
+    def _check_log(self, chat: Chat) -> None:
+        """Check that the server knows which edits of a turn act on its own rows, also where it could not say so.
+
+        Those ids are the client's too, for a later forget: the server's own route tells them.
+        """
+        remembered = self._remembered(chat.turn)
+        moves = [
+            (request, influence) for caller, request, influence in self.world.mirror.moves if caller is chat.caller
+        ]
+        if remembered is None or not remembered.in_own or self._num_sent[chat.turn.turn_id] > 1:
+            # Of a turn that was sent again the log of the last one is remembered.
+            return
+        made = [edit for edit in remembered.edits if edit.turn == chat.turn.turn_id]
+        for request, influence in moves:
+            left = [edit for edit in made if edit.position <= request.dst_start]
+            assert left, (
+                f"{influence} acts on turn {chat.turn.turn_id!r} from {request.dst_start} on, the log has {made}"
+            )
+        for edit in made:
+            acting = {influence for request, influence in moves if request.dst_start >= edit.position}
+            self.edits.setdefault(edit.edit_id, acting)
+
+    def _remembered(self, turn: Turn) -> RememberedTurn | None:
+        conversation = self.world.serving.memory.find((self.extra_key, self.cache_salt or None), self.conversation_id)
+        remembered = None if conversation is None else conversation.turns.get(turn.turn_id)
+        return remembered if remembered is not None and remembered.prompt_ids.tolist() == turn.prompt else None
 
     def _check_served(self, note: Note, turn: Turn, namespace: Namespace, rows: list[Row]) -> None:
         """Check what a turn was served with against what its note asked for."""
@@ -127,15 +203,17 @@ class Client:
 
     def advance(self, chat: Chat) -> bool:
         """Take one more chunk of a request; return whether there was one."""
-        self.world.actor = self.name
-        try:
-            chunk = self.world.wait(anext(chat.stream))
-        except StopAsyncIteration:
-            chat.done = True
-            return False
+        with self.world.as_caller(chat.caller):
+            try:
+                self._take(chat, self.world.wait(anext(chat.stream)))
+            except StopAsyncIteration:
+                chat.done = True
+                return False
+        return True
+
+    def _take(self, chat: Chat, chunk: Any) -> None:
         chat.turn.outputs = list(chunk["output_ids"])
         chat.served = chunk["meta_info"]["cached_tokens"]
-        return True
 
     def finish(self, chat: Chat) -> None:
         """Take the rest of a request's chunks."""
@@ -144,8 +222,17 @@ class Client:
 
     def abort(self, chat: Chat) -> None:
         """Leave in the middle of a request."""
-        self.world.actor = self.name
-        self.world.wait(chat.stream.aclose())
+        with self.world.as_caller(chat.caller):
+            if chat.first is not None:
+                first, chat.first = chat.first, None
+                first.cancel()
+                self.world.wait(asyncio.wait([first]))
+                error = None if first.cancelled() else first.exception()
+                if not isinstance(error, SameIdError | StopAsyncIteration | None):
+                    raise error
+            self.world.wait(chat.stream.aclose())
+        self._check_log(chat)
+        self.world.take_served(chat.request)
         chat.done = True
 
     def chat(self, prompt: Sequence[int], **more: Any) -> Chat:
@@ -161,8 +248,7 @@ class Client:
             PlanError: the server refused.
         """
         world = self.world
-        world.actor = self.name
-        num_moves = len(world.mirror.moves)
+        caller = Caller(self.name)
         body = SpliceRequest(
             conversation=self.conversation_id,
             base_ids=tuple(base_ids),
@@ -171,21 +257,22 @@ class Client:
             cache_salt=self.cache_salt,
             scrub=scrub,
         )
-        reply: SpliceReply = world.wait(conversations.splice(world.serving, world.manager, None, body))
-        self._take_edits(reply.outcome, num_moves)
+        with world.as_caller(caller):
+            reply: SpliceReply = world.wait(conversations.splice(world.serving, world.manager, None, body))
+        self._take_edits(reply.outcome, caller)
         return reply
 
     def release(self, *, scrub: bool = False) -> ReleaseReply | None:
         """Free what the conversation has; return None where the server knows nothing of it."""
         world = self.world
-        world.actor = self.name
         conversation = world.serving.memory.find((self.extra_key, self.cache_salt or None), self.conversation_id)
         if conversation is None:
             return None
         own = (self.extra_key, salt_of(world.config, conversation))
-        reply: ReleaseReply = world.wait(
-            conversations.release(world.serving, world.manager, [conversation], scrub=scrub)
-        )
+        with world.as_caller(Caller(self.name)):
+            reply: ReleaseReply = world.wait(
+                conversations.release(world.serving, world.manager, [conversation], scrub=scrub)
+            )
         left = [node for node in world.model.root(own).below() if not node.num_holds]
         assert not left, "rows of a released conversation are cached"
         return reply
@@ -205,15 +292,27 @@ class Client:
         nodes = [] if own is None else self.world.model.root(own).below()
         return {influence for node in nodes for influence in node.influences}
 
-    def _take_edits(self, outcome: Outcome, num_moves: int) -> None:
+    def _take_edits(self, outcome: Outcome, caller: Caller) -> None:
         """Remember which moves carried out which of the outcome's edits: the first one right of it, and those after."""
-        moves = self.world.mirror.moves[num_moves:]
+        moves = self._moves(caller)
         for directive in outcome.directives:
             if directive.edit_id is not None:
                 self.edits[directive.edit_id] = {
                     influence for request, influence in moves if request.src_start >= directive.end
                 }
 
+    def _moves(self, caller: Caller) -> list[tuple[CacheRequest, Influence]]:
+        return [(request, influence) for other, request, influence in self.world.mirror.moves if other is caller]
+
 
 async def _never() -> bool:
     return False
+
+
+async def _first_chunk(stream: AsyncGenerator[Any, None]) -> Any:
+    """Return the first chunk; a stream of one chunk is read to its end."""
+    chunk = await anext(stream)
+    if chunk["meta_info"]["finish_reason"]:
+        async for _more in stream:
+            raise AssertionError("a chunk after the last one")
+    return chunk

@@ -10,7 +10,8 @@ import torch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from tests.in_process.harness import CORES, predictable_secrets
+    from tests.in_process.harness import CORES
+    from tests.in_process.stand_ins import predictable_secrets
 
 
 @pytest.fixture(params=CORES)

@@ -1,4 +1,6 @@
-"""Run the state machine for long, one process for each of SGLang's tree cores: `make fuzz STEPS=100000 SEED=1`.
+"""Run the state machines for long, one process for each of SGLang's tree cores: `make fuzz STEPS=100000 SEED=1`.
+
+Batches take turns: edits in one step of the scheduler (`queue_machine.py`), and in two (`machine.py`).
 
 Prints its seed, a line of progress every so often, and where a check fails the shortest failing example it finds. The
 same seed does the same operations again; a failure names the batch it was found in, with which it can be repeated
@@ -15,6 +17,7 @@ import sys
 import time
 
 _CORES = ("rust", "python")
+_STEPS_OF_AN_EDIT = ("one", "two")
 _EXAMPLES = 25
 """Examples of one batch, each of `_STEPS` rules; a rule is one operation or a few."""
 _STEPS = 50
@@ -34,6 +37,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=100_000, help="operations in all (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=None, help="default: a new one")
     parser.add_argument("--core", choices=_CORES, help="this tree core alone, in this process")
+    parser.add_argument("--edits", choices=_STEPS_OF_AN_EDIT, help="edits in so many steps alone (default: both)")
     parser.add_argument("--batch", type=int, help="with --core: this batch alone")
     args = parser.parse_args()
     if os.environ | _ENVIRONMENT != os.environ:
@@ -43,9 +47,10 @@ def main() -> int:
         )
     seed = secrets.randbelow(1 << 32) if args.seed is None else args.seed
     if args.core is not None:
-        return _fuzz(args.core, seed, args.steps, args.batch)
+        return _fuzz(args.core, args.edits, seed, args.steps, args.batch)
     print(f"fuzz: {args.steps:,} operations, SEED={seed}", flush=True)
     command = [sys.executable, "-m", "tests.in_process.fuzz", "--seed", str(seed), "--steps", str(args.steps // 2)]
+    command += ["--edits", args.edits] if args.edits else []
     running = [subprocess.Popen([*command, "--core", core]) for core in _CORES]
     try:
         while any(process.poll() is None for process in running) and not any(process.poll() for process in running):
@@ -60,7 +65,7 @@ def main() -> int:
     return 1 if any(statuses) else 0
 
 
-def _fuzz(core: str, seed: int, num_steps: int, only: int | None) -> int:
+def _fuzz(core: str, edits: str | None, seed: int, num_steps: int, only: int | None) -> int:
     import logging
     import warnings
 
@@ -75,26 +80,27 @@ def _fuzz(core: str, seed: int, num_steps: int, only: int | None) -> int:
     from hypothesis.stateful import run_state_machine_as_test
 
     from tests.in_process.machine import CacheMachine
+    from tests.in_process.queue_machine import QueueMachine
 
     started = time.monotonic()
     told = started
     done = 0
     batch = 0
 
-    class Machine(CacheMachine):
-        def on_step(self) -> None:
-            nonlocal done, told
-            done += 1
-            if time.monotonic() - told > _PROGRESS_S:
-                told = time.monotonic()
-                print(f"fuzz: {core}: {done:,} of {num_steps:,} operations, {told - started:.0f} s", flush=True)
+    def step(_machine: CacheMachine) -> None:
+        nonlocal done, told
+        done += 1
+        if time.monotonic() - told > _PROGRESS_S:
+            told = time.monotonic()
+            print(f"fuzz: {core}: {done:,} of {num_steps:,} operations, {told - started:.0f} s", flush=True)
 
-    Machine.core = core
     while done < num_steps:
         batch = batch + 1 if only is None else only
+        one_step = edits == "one" if edits else batch % 2 == 1
+        machine = type("Machine", (QueueMachine if one_step else CacheMachine,), {"core": core, "on_step": step})
         try:
             run_state_machine_as_test(  # type: ignore[no-untyped-call]
-                seeded((seed * 1_000_003 + batch) * len(_CORES) + _CORES.index(core))(Machine),
+                seeded((seed * 1_000_003 + batch) * len(_CORES) + _CORES.index(core))(machine),
                 settings=settings(
                     max_examples=_EXAMPLES,
                     stateful_step_count=_STEPS,
@@ -105,7 +111,8 @@ def _fuzz(core: str, seed: int, num_steps: int, only: int | None) -> int:
                 ),
             )
         except BaseException:
-            repeat = f"python -m tests.in_process.fuzz --core {core} --seed {seed} --batch {batch}"
+            again = f" --edits {edits}" if edits else ""
+            repeat = f"python -m tests.in_process.fuzz --core {core} --seed {seed} --batch {batch}{again}"
             print(f"fuzz: {core}: failed in batch {batch}; again, alone: {repeat}", flush=True)
             raise
         if only is not None:

@@ -16,10 +16,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from leyline_sglang import footprints
 
 from leyline_agent.core.plan import apply_directives
-from leyline_agent.core.protocol import Directive, Mode, hash_token_ids
+from leyline_agent.core.protocol import Mode, hash_token_ids
 from leyline_agent.errors import PlanError
 from tests.in_process.clients import Chat, Client, Turn
-from tests.in_process.harness import UNBOUNDED, NoRoomError, World, predictable_secrets
+from tests.in_process.harness import UNBOUNDED, World
+from tests.in_process.requests import NoRoomError
+from tests.in_process.stand_ins import predictable_secrets
+from tests.in_process.strategies import BACK, BETWEEN, INDEX, OUTPUTS, SPAN, SPANS, TOKENS, directives_of
 
 _MAX_TOKENS = 60
 """Of a prompt: two of them fill the small pool, so that evictions and a full pool come about."""
@@ -28,24 +31,6 @@ _MAX_CHATS = 4
 _SYSTEM_PROMPTS = ((1, 2, 3, 4, 5, 6), (1, 2, 3, 7, 1, 1, 2, 3, 4), (1, 2, 3, *range(8, 32)))
 """Texts that conversations begin with, so that they share rows. The diff keeps no runs as short as in most of them."""
 _FIRST_OUTPUTS = (7, 6, 5)
-
-TOKEN = st.integers(1, 7)
-TOKENS = st.lists(TOKEN, min_size=1, max_size=6)
-OUTPUTS = st.lists(TOKEN, max_size=4)
-BACK = st.sampled_from([0, 0, 0, 1, 2, 3])
-"""How many turns before the last one."""
-INDEX = st.integers(0, 7)
-"""Taken modulo the number of what is to be chosen from."""
-_MODE = st.sampled_from([Mode.AMORTIZE, Mode.AMORTIZE, Mode.AMORTIZE, Mode.FORGET])
-SPAN = st.tuples(st.integers(0, 8), st.integers(0, 5), st.lists(TOKEN, max_size=3), _MODE)
-"""A directive: tokens left alone before it, tokens removed, R, mode."""
-SPANS = st.lists(SPAN, min_size=1, max_size=4)
-BETWEEN = st.one_of(
-    st.tuples(st.just("evict"), st.integers(1, 40)),
-    st.tuples(st.just("ask"), TOKENS),
-    st.tuples(st.just("lose"), st.integers(0, 4)),
-)
-"""What comes between the steps of a turn."""
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -65,12 +50,16 @@ class CacheMachine(RuleBasedStateMachine):
         self._patches.enter_context(predictable_secrets(seed))
         # The model remembers everything.
         self._patches.enter_context(patch.multiple(footprints, **UNBOUNDED))
-        self.world = World(self.core, size=size)
+        self.world = self.make_world(size)
         self.clients = [
             Client(self.world, "anna"),
             Client(self.world, "bert"),
             Client(self.world, "cleo", cache_salt="tenant"),
         ]
+
+    def make_world(self, size: int) -> World:
+        """Return a world whose pool has so many slots."""
+        return World(self.core, size=size)
 
     def teardown(self) -> None:
         """End everything, which must leave no slot held."""
@@ -79,16 +68,18 @@ class CacheMachine(RuleBasedStateMachine):
         self.world.given_up = sys.exc_info()[0] is not None
         try:
             if not self.world.given_up:
-                for chat in list(self.chats):
-                    self._end(chat)
-                assert not self.world.running
+                self.end_all()
+                assert not self.world.running, [running.req.rid for running in self.world.running]
                 assert self.world.tree.protected_size() == 0
         finally:
             self.world.given_up = True
-            for chat in list(self.chats):
-                self._end(chat, abort=True)
             self.world.close()
             self._patches.close()
+
+    def end_all(self) -> None:
+        """End what still runs."""
+        for chat in list(self.chats):
+            self._end(chat)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -173,7 +164,7 @@ class CacheMachine(RuleBasedStateMachine):
         """A turn that is to be spliced nowhere, or whose old text is to be forgotten."""
         client = self._client(who)
         base = self._turn(client, back)
-        prompt = [*apply_directives(base.sequence, _directives(base.sequence, spans)), *extra]
+        prompt = [*apply_directives(base.sequence, directives_of(base.sequence, spans)), *extra]
         self._chat(client, prompt, outputs, chunks, between, base=base.turn_id, mode=mode, scrub=scrub)
 
     @rule(
@@ -232,7 +223,7 @@ class CacheMachine(RuleBasedStateMachine):
         base = self._turn(client, back)
         # A refusal with a reason, or a reply that we have lost; an internal error is neither.
         with _Between(self, client, between), suppress(PlanError, TimeoutError):
-            client.splice(base.sequence, _directives(base.sequence, spans), scrub=scrub)
+            client.splice(base.sequence, directives_of(base.sequence, spans), scrub=scrub)
         self.on_step()
 
     @rule(who=INDEX, scrub=st.booleans())
@@ -260,11 +251,12 @@ class CacheMachine(RuleBasedStateMachine):
         self.world.evict(num_tokens)
         self.on_step()
 
-    @precondition(lambda self: self.clients and not self.world.running)
+    @precondition(lambda self: self.clients)
     @rule()
     def flush(self) -> None:
-        """The cache is emptied."""
-        assert self.world.flush()
+        """The cache is to be emptied, which is refused while it is used."""
+        is_idle = not self.world.running and not self.world.waiting
+        assert self.world.flush() == is_idle
         self.on_step()
 
     # --- helpers ----------------------------------------------------------------------------------------------------
@@ -292,17 +284,22 @@ class CacheMachine(RuleBasedStateMachine):
         between: Any = None,
         scrub: bool = False,
     ) -> None:
-        base = self._turn(client, back)
-        directives = _directives(base.sequence, spans)
-        prompt = [*apply_directives(base.sequence, directives), *extra]
-        note: dict[str, Any] = {"base": base.turn_id, "scrub": scrub}
+        prompt, note = self._edited(self._turn(client, back), spans, extra, explicit=explicit)
+        self._chat(client, prompt, outputs, chunks, between, scrub=scrub, **note)
+
+    def _edited(
+        self, base: Turn, spans: list[Any], extra: Sequence[int], *, explicit: bool
+    ) -> tuple[list[int], dict[str, Any]]:
+        """Return a turn's prompt, edited and gone on with, and the note that goes with it."""
+        directives = directives_of(base.sequence, spans)
+        note: dict[str, Any] = {"base": base.turn_id}
         if explicit:
             note |= {
                 "directives": tuple(directives),
                 "base_len": len(base.sequence),
                 "base_hash": hash_token_ids(base.sequence),
             }
-        self._chat(client, prompt, outputs, chunks, between, **note)
+        return [*apply_directives(base.sequence, directives), *extra], note
 
     def _chat(
         self,
@@ -313,20 +310,30 @@ class CacheMachine(RuleBasedStateMachine):
         between: Any = None,
         **note: Any,
     ) -> None:
-        if len(prompt) > _MAX_TOKENS:
-            # Too long to go on with; the conversation begins anew.
-            client.turns.clear()
+        if not self._fits(client, prompt):
             return
-        if len(self.chats) >= _MAX_CHATS:
-            self._end(self.chats[0])
         with _Between(self, client, between):
             chat = client.begin(prompt, outputs=outputs, **note)
         for _ in range(chunks):
             if not client.advance(chat):
                 break
-        if not chat.done:
-            self.chats.append(chat)
+        self._keep(chat)
         self.on_step()
+
+    def _fits(self, client: Client, prompt: Sequence[int]) -> bool:
+        """Whether a prompt is to be sent; where it is too long to go on with, the conversation begins anew."""
+        if len(prompt) > _MAX_TOKENS:
+            client.turns.clear()
+            return False
+        return True
+
+    def _keep(self, chat: Chat) -> None:
+        """Let a turn run on that has more to say."""
+        if chat.done:
+            return
+        if len(self.chats) >= _MAX_CHATS:
+            self._end(self.chats[0])
+        self.chats.append(chat)
 
     def _end(self, chat: Chat, *, abort: bool = False) -> None:
         if abort:
@@ -376,16 +383,3 @@ class _Between:
             machine._ask_plainly([*_SYSTEM_PROMPTS[0], *argument], self._client.cache_salt)
         elif kind == "lose" and after == "ask" and self._num_steps > argument:
             raise TimeoutError
-
-
-def _directives(base: Sequence[int], spans: list[Any]) -> list[Directive]:
-    """Lay the spans out over the base, as far as they fit."""
-    directives: list[Directive] = []
-    at = 0
-    for gap, length, replacement, mode in spans:
-        start = at + gap
-        if start > len(base):
-            break
-        at = min(start + length, len(base))
-        directives.append(Directive(start=start, end=at, replacement_ids=tuple(replacement), mode=mode))
-    return directives or [Directive(start=0, end=min(1, len(base)))]

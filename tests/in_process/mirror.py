@@ -7,17 +7,15 @@ nodes. Slots are read back from the tree, and so is what SGLang chose to evict, 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from leyline_sglang.io_types import CacheReply, CacheRequest, unpack
 from leyline_sglang.namespaces import parked_salt
 
 from leyline_agent.core.protocol import Reason
-from tests.in_process.model import Model, Namespace, Node
-from tests.in_process.rows import Influence, Row
-
-SlotsOf = Callable[[Namespace, "array[int]"], list[int]]
+from tests.in_process.model import Namespace, Node, row_of
+from tests.in_process.moves import Moves, SlotsOf, common_prefix
 
 
 @dataclass(slots=True)
@@ -44,19 +42,17 @@ class Dropped:
         return Dropped(self.dropped + more.dropped, self.held + more.held, self.shared + more.shared)
 
 
-class Mirror:
+class Mirror(Moves):
     """The model, the tags' footprints in shared namespaces, and the closed tags."""
 
-    def __init__(self, size: int, slots_of: SlotsOf, actor_of: Callable[[str], str]) -> None:
-        self.model = Model(size)
+    def __init__(
+        self, size: int, slots_of: SlotsOf, actor_of: Callable[[str], str], caller_of: Callable[[], object]
+    ) -> None:
+        super().__init__(size, slots_of, actor_of, caller_of)
         self.closed: dict[str, Closed] = {}
         self._due: set[str] = set()
         """Closed tags of which requests hold something."""
-        self._slots_of = slots_of
-        self._actor_of = actor_of
         self._shared: dict[str, list[tuple[Namespace, tuple[int, ...]]]] = {}
-        self.moves: list[tuple[CacheRequest, Influence]] = []
-        """The moves carried out so far, and what each one's rows carry from then on."""
 
     def clear(self) -> None:
         """Forget everything, as a flush does."""
@@ -162,7 +158,9 @@ class Mirror:
 
     # --- one message ------------------------------------------------------------------------------------------------
 
-    def answered(self, request: CacheRequest, reply: CacheReply, freed: set[int], available: int) -> None:
+    def answered(
+        self, request: CacheRequest, reply: CacheReply, freed: set[int], available: int, *, fails: bool = False
+    ) -> None:
         """Carry out one message and compare with the reply.
 
         Args:
@@ -170,15 +168,19 @@ class Mirror:
             reply: what came back.
             freed: slots that went back to the allocator meanwhile.
             available: free slots before.
+            fails: whether a kernel was made to fail.
         """
-        assert reply.reason != Reason.INTERNAL_ERROR, reply.message
+        assert (reply.reason == Reason.INTERNAL_ERROR) == fails, reply.message
+        if fails:
+            self.move_failed(request, freed)
+            return
+        base, new = unpack(request.base), unpack(request.new)
         if request.close:
             self._close(request, reply, freed, available)
         if request.drop_parked and request.own_salt:
             self._drop_parked(request, freed)
         if request.move:
-            self._move(request, reply, freed, available)
-        base, new = unpack(request.base), unpack(request.new)
+            self.moved(request, base, new, reply, freed, available)
         for name, token_ids in (("base", base), ("new", new)):
             shared = len(self.model.match((request.extra_key, request.shared_salt), token_ids))
             own = len(self.model.match((request.extra_key, request.own_salt), token_ids)) if request.own_salt else 0
@@ -234,7 +236,7 @@ class Mirror:
         head = keep[: len(path)]
         if not path or self.model.match(own, head):
             return 0
-        rows = [_row(node) for node in path]
+        rows = [row_of(node) for node in path]
         if not any(node.num_holds or len(node.children) > 1 for node in path) and not path[-1].children:
             slots = [node.slot for node in path]
             for node in reversed(path):
@@ -251,120 +253,6 @@ class Mirror:
         self._grow(own, head, rows, 0)
         return evicted
 
-    def _drop_parked(self, request: CacheRequest, freed: set[int]) -> None:
-        assert request.own_salt is not None
-        parked = list(self.model.root((request.extra_key, parked_salt(request.own_salt))).below())
-        for node in reversed(parked):
-            assert node.slot in freed, f"{node.row} is still parked"
-            self.model.drop(node)
-
-    # --- moving -----------------------------------------------------------------------------------------------------
-
-    def _move(self, request: CacheRequest, reply: CacheReply, freed: set[int], available: int) -> None:
-        assert request.own_salt is not None
-        model, base, new = self.model, unpack(request.base), unpack(request.new)
-        own = (request.extra_key, request.own_salt)
-        shared = (request.extra_key, request.shared_salt)
-        parked = (request.extra_key, parked_salt(request.own_salt))
-        offset = request.parked_from or 0
-        if request.parked_from is None:
-            before = model.size(parked)
-            self._drop_parked(request, freed)
-            available += before
-            source_ns = own if request.from_own else shared
-        else:
-            source_ns = parked
-        target_ids = new[: request.dst_start + request.src_end - request.src_start]
-        target = model.match(own, target_ids)
-        source = model.match(source_ns, base[offset : request.src_end])
-        num_kept = offset + len(source) - request.src_start
-        head = (
-            target
-            if len(target) >= request.dst_start
-            else model.match(own if request.head_from_own else shared, new[: request.dst_start])
-        )
-        if len(target) == len(target_ids):
-            self._nothing_moved(reply, "")
-            return
-        if num_kept <= 0 or len(head) < request.dst_start:
-            self._nothing_moved(reply, Reason.EVICTED)
-            return
-        target_ids = target_ids[: request.dst_start + num_kept]
-        matched = len(target)
-        if matched >= len(target_ids):
-            self._nothing_moved(reply, "")
-            return
-        influence: Influence = (self._actor_of(request.own_salt), len(self.moves))
-        whole = model.match(source_ns, base[offset:])
-        if request.parked_from is None:
-            cut = max(request.removed_start, common_prefix(base, new[: request.dst_start]))
-        else:
-            cut = 0
-        in_place = (
-            request.in_place
-            and source_ns != shared
-            and matched == request.dst_start
-            and offset + cut <= request.src_start
-            and _is_free_chain(whole[cut:])
-        )
-        rows = [_row(node) for node in (*head[: request.dst_start], *source[request.src_start - offset :])]
-        if in_place:
-            assert reply.moved_in_place, "the rows could be moved in place, but were not"
-            rest = (
-                [_row(node) for node in whole[request.src_start - offset + num_kept :]] if request.more_follow else []
-            )
-            for node in reversed(whole[cut:]):
-                model.drop(node)
-            self._grow(own, target_ids, rows, matched, influence, request.dst_start)
-            self.moves.append((request, influence))
-            parked_from = request.src_start + num_kept if rest else None
-            assert reply.parked_from == parked_from, f"parked from {reply.parked_from}, expected {parked_from}"
-            if rest:
-                self._grow(parked, base[parked_from:][: len(rest)], rest, 0)
-            assert (reply.reason, reply.moved, reply.copied) == ("", num_kept, 0)
-            return
-        assert not reply.moved_in_place, "rows were moved in place that are held, gone on from or not ours"
-        num_new = len(target_ids) - matched
-        room = model.num_evictable(source, head, target)
-        if available < num_new and available + room < num_new:
-            self._nothing_moved(reply, Reason.POOL_FULL)
-            return
-        if available < num_new:
-            model.drop_slots(freed & set(model.by_slot))
-        self._grow(own, target_ids, rows, matched, influence, request.dst_start)
-        self.moves.append((request, influence))
-        num_head = max(0, request.dst_start - matched)
-        assert (reply.reason, reply.moved, reply.copied) == ("", num_new - num_head, num_head)
-        if source_ns == shared:
-            self.record(request.own_salt, shared, base)
-
-    def _nothing_moved(self, reply: CacheReply, reason: str) -> None:
-        assert reply.reason == reason, f"{reply.reason!r} ({reply.message}), expected {reason!r}"
-        assert (reply.moved, reply.copied, reply.moved_in_place) == (0, 0, False)
-
-    def _grow(
-        self,
-        namespace: Namespace,
-        token_ids: array[int],
-        rows: list[Row],
-        matched: int,
-        influence: Influence | None = None,
-        moved_from: int = 0,
-    ) -> None:
-        """Cache `rows[matched:]` right of what is cached; from `moved_from` on `influence` has put them there."""
-        slots = self._slots_of(namespace, token_ids)
-        assert len(slots) == len(token_ids), f"{len(slots)} of {len(token_ids)} tokens are cached in {namespace}"
-        node = self.model.root(namespace)
-        for position, token in enumerate(token_ids):
-            if position < matched:
-                node = node.children[token]
-                assert node.slot == slots[position], "a cached row changed its slot"
-                continue
-            row = rows[position]
-            if influence is not None and position >= moved_from:
-                row = row.moved(position, row.influences | node.influences | {influence})
-            node = self.model.grow(node, row, slots[position])
-
 
 def _droppable(candidates: list[Node]) -> set[int]:
     """Return the slots of those that nobody holds or goes on from but others of them; children come first."""
@@ -378,28 +266,3 @@ def _droppable(candidates: list[Node]) -> set[int]:
 def is_own(namespace: Namespace) -> bool:
     """Whether a namespace is a conversation's own, or where it parks."""
     return namespace[1] is not None and namespace[1].startswith("leyline-")
-
-
-def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
-    count = 0
-    for one, other in zip(left, right, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count
-
-
-def _row(node: Node) -> Row:
-    assert node.row is not None
-    return node.row
-
-
-def _is_free_chain(nodes: Iterable[Node]) -> bool:
-    """Whether nobody holds these nodes, nor goes on from any of them but to the next one."""
-    nodes = list(nodes)
-    children = [*nodes[1:], None]
-    return all(
-        not node.num_holds and list(node.children.values()) == ([] if child is None else [child])
-        for node, child in zip(nodes, children, strict=True)
-    )

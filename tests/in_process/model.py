@@ -24,8 +24,8 @@ class Node:
     slot: int = -1
     depth: int = 0
     """Tokens of its path; where rows are parked, not their position."""
-    parent: Node | None = None
-    children: dict[int, Node] = field(default_factory=dict)
+    parent: Node | None = field(default=None, repr=False)
+    children: dict[int, Node] = field(default_factory=dict, repr=False)
     num_holds: int = 0
     """Running requests that have it locked."""
     state: int = EMPTY_STATE
@@ -141,3 +141,15 @@ class Model:
         """Return how many tokens nobody holds, were these paths locked too."""
         extra = {id(node) for path in locked for node in path}
         return sum(1 for node in self.by_slot.values() if not node.num_holds and id(node) not in extra)
+
+
+def hold(nodes: Sequence[Node], change: int) -> None:
+    """Have one request more, or one less, hold these nodes."""
+    for node in nodes:
+        node.num_holds += change
+
+
+def row_of(node: Node) -> Row:
+    """Return the row of a node that is no root."""
+    assert node.row is not None
+    return node.row

@@ -80,8 +80,9 @@ def test_a_reprefill_is_served_no_own_rows_where_others_have_as_many(world: Worl
     first = client.chat(PROMPT)
     second = edit(client, first, CUT)
     ask_without_a_note(world, second.turn.prompt)
-    client.chat(second.turn.prompt, base=first.turn.turn_id, mode="reprefill")
-    namespace, rows = world.served[-1]
+    again = client.chat(second.turn.prompt, base=first.turn.turn_id, mode="reprefill")
+    assert again.served_with is not None
+    namespace, rows = again.served_with
     assert namespace == (None, None)
     assert len(rows) == len(second.turn.prompt) - 1
 
@@ -128,8 +129,9 @@ def test_two_conversations_share_the_rows_of_one_text_until_their_first_edit(wor
     other.chat(PROMPT)
     assert world.allocator.available_size() == taken
     edit(client, client.chat(PROMPT), CUT)
-    other.chat(PROMPT)
-    namespace, rows = world.served[-1]
+    again = other.chat(PROMPT)
+    assert again.served_with is not None
+    namespace, rows = again.served_with
     assert namespace == (None, None)
     assert len(rows) == len(PROMPT) - 1
 

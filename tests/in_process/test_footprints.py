@@ -147,6 +147,25 @@ def test_a_scrub_does_not_depend_on_which_of_two_tags_lets_the_rows_go(world: Wo
     assert not any(buffer[path.slots].any() for buffer in world.buffers)
 
 
+def test_nor_does_it_on_what_else_is_held_of_the_one_that_asked(world: World) -> None:
+    """The other tag lets the rows go first, and the one that asked still waits for another request."""
+    footprints, radix = Footprints(), RadixPort(world.tree)
+    for tag, ids in ((OTHER, [1, 2, 3, 4]), (MINE, [1, 2, 3, 4]), (MINE, [7, 8])):
+        _cache(world, footprints, tag, ids)
+    path = radix.match(array("q", [1, 2, 3, 4]), None, None)
+    for buffer in world.buffers:
+        buffer[path.slots] = 7.0
+    lock, still_held = radix.lock(path), radix.lock(radix.match(array("q", [7, 8]), None, None))
+    for tag, scrub in ((OTHER, False), (MINE, True)):
+        footprints.close(tag, keep=array("q"), forget=True, scrub=scrub, successor=None)
+        footprints.empty(radix, tag)
+    radix.unlock(lock)
+    footprints.retry(world.scheduler, radix, has_ended=True)
+    assert _cached(world, [1, 2, 3, 4]) == 0
+    assert not any(buffer[path.slots].any() for buffer in world.buffers)
+    radix.unlock(still_held)
+
+
 def test_branches_that_one_request_holds_are_remembered_once(world: World) -> None:
     footprints, radix = Footprints(), RadixPort(world.tree)
     for ending in range(10):
