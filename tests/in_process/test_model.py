@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 _EXAMPLES = 20
 _STEPS = 50
-_ONE_STEP_EXAMPLES = 60
+_ONE_STEP_EXAMPLES = 40
 """A few thousand operations: edits wait in a queue there, so more has to come together."""
 
 
