@@ -216,8 +216,8 @@ def table(found: Sequence[Row]) -> str:
                     *(f"{100 * figures[name]:.1f}%" for name in ("hit_rate", "ideal_hit_rate")),
                     f"{figures['prefill_tokens_per_run']:,.0f}",
                     done,
-                    _shown(pair["ratio"], 3) if pair else "",
-                    _shown(pair["gain_ms"], 1) if pair else "",
+                    shown(pair["ratio"], ".3f") if pair else "",
+                    shown(pair["gain_ms"], ".1f") if pair else "",
                 )
             )
             if figures.get("refused"):
@@ -233,6 +233,12 @@ def cell_name(row: Row) -> str:
     """Return a cell as it is called: length, concurrency, and how many turns the policy keeps."""
     parts = [f"{row['prompt_tokens']}:{row['concurrency']}:{row['keep_turns']}"]
     return " ".join(filter(None, [str(row.get("model") or ""), str(row.get("label") or ""), *parts]))
+
+
+def shown(estimate: Mapping[str, float | None], form: str) -> str:
+    """Return a row's estimate with its interval, if it has one, each number in a format such as `.3f`."""
+    text = f"{estimate['value']:{form}}"
+    return text if estimate["low"] is None else f"{text} [{estimate['low']:{form}}, {estimate['high']:{form}}]"
 
 
 def _pair(baseline: Mapping[int, Row], runs: Mapping[int, Row], *, seed: int) -> dict[str, Any]:
@@ -275,10 +281,3 @@ def _mean(runs: Sequence[Row], name: str) -> float:
 
 def _rate(part: Sequence[int], whole: Sequence[int]) -> float | None:
     return round(sum(part) / sum(whole), 5) if whole else None
-
-
-def _shown(estimate: Mapping[str, float | None], digits: int) -> str:
-    shown = f"{estimate['value']:.{digits}f}"
-    if estimate["low"] is None:
-        return shown
-    return f"{shown} [{estimate['low']:.{digits}f}, {estimate['high']:.{digits}f}]"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from evals.micro.concurrency_rows import BASELINE, CELL_KEYS, PAIRED
+from evals.micro.concurrency_rows import BASELINE, CELL_KEYS, PAIRED, shown
 
 Row = Mapping[str, Any]
 
@@ -49,9 +49,9 @@ def one_of_each_cell(found: Sequence[Row]) -> list[Row]:
     )
 
 
-def markdown(shown: Sequence[Row]) -> str:
+def markdown(summaries: Sequence[Row]) -> str:
     """Return the table; where two values stand, the first is re-prefilled and the second spliced."""
-    lines = [_HEAD, ("---",) * len(_HEAD), *map(_line, shown)]
+    lines = [_HEAD, ("---",) * len(_HEAD), *map(_line, summaries)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -66,8 +66,8 @@ def _line(summary: Row) -> tuple[str, ...]:
         ", ".join(repeats),
         f"{arms['none']['p50_ms']:,.0f}" if "none" in arms else "",
         _both(plain, splice, "p50_ms", ",.0f"),
-        _shown(pair["ratio"], ".3f"),
-        _shown(pair["gain_ms"], ",.0f"),
+        shown(pair["ratio"], ".3f").replace("-", "−"),
+        shown(pair["gain_ms"], ",.0f").replace("-", "−"),
         _both(plain, splice, "p95_ms", ",.0f"),
         _both(plain, splice, "mean_ms", ",.0f"),
         f"{100 * plain['hit_rate']:.1f} → {100 * splice['hit_rate']:.1f}",
@@ -84,10 +84,3 @@ def _num_pairs(summary: Row) -> int:
 
 def _both(plain: Row, splice: Row, name: str, form: str) -> str:
     return f"{plain[name]:{form}} → {splice[name]:{form}}"
-
-
-def _shown(estimate: Mapping[str, float | None], form: str) -> str:
-    shown = f"{estimate['value']:{form}}"
-    if estimate["low"] is not None:
-        shown += f" [{estimate['low']:{form}}, {estimate['high']:{form}}]"
-    return shown.replace("-", "−")

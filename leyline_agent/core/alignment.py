@@ -122,16 +122,6 @@ def pack(token_ids: Sequence[int]) -> bytes:
     return packed.tobytes()
 
 
-def are_equal(a: bytes, a_at: int, b: bytes, b_at: int, num_tokens: int) -> bool:
-    """Tell whether as many tokens are equal from `a_at` and `b_at` on."""
-    a_at, b_at, size = a_at * TOKEN_BYTES, b_at * TOKEN_BYTES, num_tokens * TOKEN_BYTES
-    for low in range(0, size, _COMPARED_BYTES):
-        high = min(low + _COMPARED_BYTES, size)
-        if a[a_at + low : a_at + high] != b[b_at + low : b_at + high]:
-            return False
-    return True
-
-
 class _Aligner:
     def __init__(self, old: bytes, new: bytes, budget: int, max_growth: int | None) -> None:
         self.max_growth = max_growth
@@ -140,7 +130,7 @@ class _Aligner:
         self.budget = self.left = budget
 
     def align(self) -> list[Run]:
-        prefix = Run(0, 0, _common_prefix(self.old, 0, self.new, 0, min(self.old_tokens, self.new_tokens)))
+        prefix = Run(0, 0, num_equal(self.old, 0, self.new, 0, min(self.old_tokens, self.new_tokens)))
         whole = _Region(prefix.length, self.old_tokens, prefix.length, self.new_tokens, is_open=True)
         runs: list[Run] = []
         pending = [(whole, 0)]
@@ -223,9 +213,7 @@ class _Aligner:
     def _extended(self, old_at: int, new_at: int, region: _Region) -> Run:
         """Return the maximal run through a pair of equal tokens, within the region."""
         self._spend(_EXTEND_COST)
-        behind = _common_prefix(
-            self.old, old_at, self.new, new_at, min(region.old_end - old_at, region.new_end - new_at)
-        )
+        behind = num_equal(self.old, old_at, self.new, new_at, min(region.old_end - old_at, region.new_end - new_at))
         before = _common_suffix(self.old, old_at, self.new, new_at, min(old_at - region.old, new_at - region.new))
         return Run(old_at - before, new_at - before, before + behind)
 
@@ -327,7 +315,7 @@ class _Aligner:
             )
 
 
-def _common_prefix(a: bytes, a_at: int, b: bytes, b_at: int, limit: int) -> int:
+def num_equal(a: bytes, a_at: int, b: bytes, b_at: int, limit: int) -> int:
     """Return how many tokens, at most `limit`, are equal from `a_at` and `b_at` on."""
     a_at, b_at = a_at * TOKEN_BYTES, b_at * TOKEN_BYTES
     for low, high in _pieces(limit):

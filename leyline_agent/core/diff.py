@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from leyline_agent.core.alignment import TOKEN_BYTES, Run, align, are_equal, pack
+from leyline_agent.core.alignment import TOKEN_BYTES, Run, align, num_equal, pack
 from leyline_agent.core.protocol import Directive, Reason
 from leyline_agent.errors import PlanError
 
@@ -151,13 +151,14 @@ def _check(old: bytes, new: bytes, directives: list[Directive]) -> None:
         kept_tokens = directive.start - old_at
         kept_end = new_at + kept_tokens
         replacement = pack(directive.replacement_ids)
-        if not are_equal(old, old_at, new, new_at, kept_tokens) or not are_equal(
-            replacement, 0, new, kept_end, len(directive.replacement_ids)
-        ):
+        new_tokens = len(directive.replacement_ids)
+        is_kept = num_equal(old, old_at, new, new_at, kept_tokens) == kept_tokens
+        if not is_kept or num_equal(replacement, 0, new, kept_end, new_tokens) != new_tokens:
             raise PlanError(
                 f"directive [{directive.start}, {directive.end}) does not lead to the new prompt; please report it",
                 reason=Reason.INTERNAL_ERROR,
             )
-        old_at, new_at = directive.end, kept_end + len(directive.replacement_ids)
-    if not are_equal(old, old_at, new, new_at, len(old) // TOKEN_BYTES - old_at):
+        old_at, new_at = directive.end, kept_end + new_tokens
+    kept_tokens = len(old) // TOKEN_BYTES - old_at
+    if num_equal(old, old_at, new, new_at, kept_tokens) != kept_tokens:
         raise PlanError("the tail of the base is not in the new prompt; please report it", reason=Reason.INTERNAL_ERROR)

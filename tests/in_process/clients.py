@@ -22,6 +22,7 @@ from leyline_sglang.sequences import RememberedTurn
 from leyline_sglang.turn import salt_of
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from leyline_agent.core.plan import apply_directives
 from leyline_agent.core.protocol import (
     NOTE_KEY,
     Directive,
@@ -31,6 +32,7 @@ from leyline_agent.core.protocol import (
     ReleaseReply,
     SpliceReply,
     SpliceRequest,
+    hash_token_ids,
 )
 from tests.in_process.harness import SameIdError, World
 from tests.in_process.mirror import is_own
@@ -53,6 +55,17 @@ class Turn:
     def sequence(self) -> list[int]:
         """Return what the next turn goes on from."""
         return [*self.prompt, *self.outputs]
+
+    def edited(self, directives: Sequence[Directive], then: int) -> dict[str, Any]:
+        """Return the prompt and the note's fields that send its sequence again, edited, and one token more."""
+        ids = self.sequence
+        return {
+            "prompt": [*apply_directives(ids, directives), then],
+            "base": self.turn_id,
+            "directives": tuple(directives),
+            "base_len": len(ids),
+            "base_hash": hash_token_ids(ids),
+        }
 
 
 @dataclass(eq=False, slots=True)

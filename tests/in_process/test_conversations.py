@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from leyline_agent.core.plan import apply_directives
-from leyline_agent.core.protocol import Directive, Mode, Purge, hash_token_ids
+from leyline_agent.core.protocol import Directive, Mode, Purge
 from tests.in_process.clients import Chat, Client
 from tests.in_process.harness import World
 
@@ -28,14 +27,7 @@ def client(world: World) -> Client:
 
 def edit(client: Client, base: Chat, *directives: Directive) -> Chat:
     """Send the base's sequence again, edited, and one token more."""
-    ids = base.turn.sequence
-    return client.chat(
-        [*apply_directives(ids, directives), 10],
-        base=base.turn.turn_id,
-        directives=directives,
-        base_len=len(ids),
-        base_hash=hash_token_ids(ids),
-    )
+    return client.chat(**base.turn.edited(directives, 10))
 
 
 def cached(world: World) -> set[int]:

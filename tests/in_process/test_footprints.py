@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 from leyline_sglang import footprints as module
-from leyline_sglang.compat import RadixPort
+from leyline_sglang.compat import Path, RadixPort
 from leyline_sglang.footprints import Footprints, Sequence
 
 from tests.in_process.harness import World
@@ -35,6 +35,14 @@ def _cache(world: World, footprints: Footprints, tag: str, ids: list[int], salt:
 
 def _cached(world: World, ids: list[int], salt: str | None = None) -> int:
     return len(RadixPort(world.tree).match(array("q", ids), None, salt))
+
+
+def _written(world: World, radix: RadixPort, ids: list[int]) -> Path:
+    """Write something to the cached rows of a text, and return where they are."""
+    path = radix.match(array("q", ids), None, None)
+    for buffer in world.buffers:
+        buffer[path.slots] = 7.0
+    return path
 
 
 def test_a_sequence_and_what_it_goes_on_from_are_one(world: World) -> None:
@@ -134,9 +142,7 @@ def test_a_scrub_does_not_depend_on_which_of_two_tags_lets_the_rows_go(world: Wo
     footprints, radix = Footprints(), RadixPort(world.tree)
     for tag in (MINE, OTHER):
         _cache(world, footprints, tag, [1, 2, 3, 4])
-    path = radix.match(array("q", [1, 2, 3, 4]), None, None)
-    for buffer in world.buffers:
-        buffer[path.slots] = 7.0
+    path = _written(world, radix, [1, 2, 3, 4])
     lock = radix.lock(path)
     for tag, scrub in ((MINE, False), (OTHER, True)):
         footprints.close(tag, keep=array("q"), forget=True, scrub=scrub, successor=None)
@@ -152,9 +158,7 @@ def test_nor_does_it_on_what_else_is_held_of_the_one_that_asked(world: World) ->
     footprints, radix = Footprints(), RadixPort(world.tree)
     for tag, ids in ((OTHER, [1, 2, 3, 4]), (MINE, [1, 2, 3, 4]), (MINE, [7, 8])):
         _cache(world, footprints, tag, ids)
-    path = radix.match(array("q", [1, 2, 3, 4]), None, None)
-    for buffer in world.buffers:
-        buffer[path.slots] = 7.0
+    path = _written(world, radix, [1, 2, 3, 4])
     lock, still_held = radix.lock(path), radix.lock(radix.match(array("q", [7, 8]), None, None))
     for tag, scrub in ((OTHER, False), (MINE, True)):
         footprints.close(tag, keep=array("q"), forget=True, scrub=scrub, successor=None)

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from leyline_agent.core.plan import apply_directives
-from leyline_agent.core.protocol import Directive, Reason, Status, hash_token_ids
+from leyline_agent.core.protocol import Directive, Reason, Status
 from tests.in_process.clients import Chat, Client
 from tests.in_process.harness import World
 from tests.in_process.rows import Row
@@ -29,14 +28,7 @@ def client(world: World) -> Client:
 
 def send_edited(client: Client, base: Chat, *directives: Directive) -> Chat:
     """Send the base's sequence again, edited, and one token more; it waits in the queue."""
-    ids = base.turn.sequence
-    return client.send(
-        [*apply_directives(ids, directives), 55],
-        base=base.turn.turn_id,
-        directives=directives,
-        base_len=len(ids),
-        base_hash=hash_token_ids(ids),
-    )
+    return client.send(**base.turn.edited(directives, 55))
 
 
 def own_rows(client: Client, token_ids: Sequence[int]) -> list[Row]:
