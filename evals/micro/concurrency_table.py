@@ -34,13 +34,16 @@ _HEAD = (
 
 
 def one_of_each_cell(found: Sequence[Row]) -> list[Row]:
-    """Return a summary for each cell in which both a splice and a re-prefill were run, by model, n, tokens and C."""
+    """Return a summary for each cell in which both a splice and a re-prefill were run, by model, n, tokens and C.
+
+    A cell that was measured again is shown by what tells most: the most pairs, then the most arms, then the newest.
+    """
     best: dict[tuple[Any, ...], Row] = {}
     for summary in found:
         if _SPLICE not in summary["pairs"]:
             continue
         cell = tuple(summary[name] for name in ("model", "label", *CELL_KEYS))
-        if cell not in best or _num_pairs(summary) >= _num_pairs(best[cell]):
+        if cell not in best or _tells(summary) >= _tells(best[cell]):
             best[cell] = summary
     models = list(dict.fromkeys(summary["model"] for summary in found))
     return sorted(
@@ -78,8 +81,8 @@ def _line(summary: Row) -> tuple[str, ...]:
     )
 
 
-def _num_pairs(summary: Row) -> int:
-    return int(summary["pairs"][_SPLICE]["clusters"])
+def _tells(summary: Row) -> tuple[int, int]:
+    return summary["pairs"][_SPLICE]["clusters"], len(summary["arms"])
 
 
 def _both(plain: Row, splice: Row, name: str, form: str) -> str:

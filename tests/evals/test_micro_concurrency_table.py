@@ -24,6 +24,12 @@ def test_a_cell_is_shown_by_the_measurement_with_the_most_pairs() -> None:
     assert shown["git"] == "old"
 
 
+def test_of_as_many_pairs_the_one_with_more_arms_is_shown() -> None:
+    rows = [*measured("old", repeats=3), run("none", 0, [90.0, 90.0], git="old", label="")]
+    (shown,) = one_of_each_cell(summaries(rows + measured("new", repeats=3)))
+    assert shown["git"] == "old"
+
+
 def test_the_newest_of_equals_is_shown() -> None:
     (shown,) = one_of_each_cell(summaries(measured("old", repeats=3) + measured("new", repeats=3)))
     assert shown["git"] == "new"
