@@ -9,7 +9,9 @@ and compared with the prompt. `edit_ms` is `PolicyRun.apply` alone, as in `evals
 `growth` is the plan's time over that at the shortest length, over how many times longer the history is: 1 is linear.
 `growth_without_gc` is the same while Python's garbage collector rests. Its full collections go over everything else
 that the process holds, here the messages of the benchmark itself; they come with the number of objects that were made,
-in this turn and in those before.
+in this turn and in those before. `growth_in_steps` is the same of `plan_steps`, the bytecode instructions that run:
+no cache and no load is in it. What is longer than a core's cache takes more time for each message; `evals.micro.policy`
+has a bare comparison of the messages beside it.
 """
 
 from __future__ import annotations
@@ -24,18 +26,26 @@ import statistics
 import sys
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from evals.micro.policy import agent_history
+from evals.micro.steps import count_steps
 from leyline_agent.core.diff import diff_token_ids
 from leyline_agent.core.messages import Message
 from leyline_agent.core.plan import apply_directives, make_plan
 from leyline_agent.core.protocol import Directive
-from leyline_agent.policy import Policy, PolicyRun, load_policy, parse_policy, request_points
+from leyline_agent.policy import Applied, Policy, PolicyRun, load_policy, parse_policy, request_points
 
 LENGTHS = (500, 1000, 2000, 5000)
 CASES = ("keep_last_tool_outputs", "mostly kept", "batched", "token_budget", "superseded_file_views", "all at once")
+_GROWTHS = {
+    "plan_ms": "growth",
+    "plan_ms_without_gc": "growth_without_gc",
+    "plan_steps": "growth_in_steps",
+}
 _ALL_AT_ONCE = """
 version: 1
 when: {turns: TURNS}
@@ -76,8 +86,9 @@ class _Ids:
 
 
 def measure(case: str, num_messages: int, *, repeats: int) -> dict[str, Any]:
-    """Return one row: times with Python's garbage collector, and the plan's without."""
+    """Return one row: times with Python's garbage collector, the plan's without, and its steps."""
     row = _measure(case, num_messages, repeats)
+    row["plan_steps"] = plan_steps(case, num_messages)
     gc.disable()
     try:
         row["plan_ms_without_gc"] = _measure(case, num_messages, repeats)["plan_ms"]
@@ -86,7 +97,25 @@ def measure(case: str, num_messages: int, *, repeats: int) -> dict[str, Any]:
     return row
 
 
-def _measure(case: str, num_messages: int, repeats: int) -> dict[str, Any]:
+@dataclass
+class _Turn:
+    """An edited turn: a run that has seen the one before, and the prompt that this left in the cache."""
+
+    run: PolicyRun
+    history: list[Message]
+    base_ids: array[int]
+    ids: _Ids
+
+    def edit(self) -> Applied:
+        return self.run.apply(self.history)
+
+    def plan(self, new_ids: array[int]) -> list[Directive]:
+        directives = diff_token_ids(self.base_ids, new_ids)
+        make_plan(directives, base_tokens=len(self.base_ids))
+        return directives
+
+
+def _turns(case: str, num_messages: int, repeats: int) -> Iterator[_Turn]:
     history = agent_history(num_messages)
     points = request_points(history)
     policy = policy_of(case, len(points) - 1)
@@ -95,22 +124,25 @@ def _measure(case: str, num_messages: int, repeats: int) -> dict[str, Any]:
         pairs, fresh = [(points[-2], points[-1])] * min(repeats, 5), True
     else:
         pairs, fresh = list(itertools.pairwise(points[-repeats - 1 :])), False
-    ids = _Ids()
-    run = PolicyRun(policy)
-    edit_ms, plan_ms, num_directives, num_edits, prompt_tokens = [], [], [], [], 0
+    ids, run = _Ids(), PolicyRun(policy)
     for earlier, point in pairs:
         if fresh:
             run = PolicyRun(policy)
         base_ids = ids.render([*run.apply(history[:earlier]).messages, history[earlier]])
+        yield _Turn(run, history[:point], base_ids, ids)
+
+
+def _measure(case: str, num_messages: int, repeats: int) -> dict[str, Any]:
+    edit_ms, plan_ms, num_directives, num_edits, prompt_tokens = [], [], [], [], 0
+    for turn in _turns(case, num_messages, repeats):
         start = time.perf_counter()
-        applied = run.apply(history[:point])
+        applied = turn.edit()
         edited = time.perf_counter()
-        new_ids = ids.render(applied.messages)
+        new_ids = turn.ids.render(applied.messages)
         began = time.perf_counter()
-        directives = diff_token_ids(base_ids, new_ids)
-        make_plan(directives, base_tokens=len(base_ids))
+        directives = turn.plan(new_ids)
         planned = time.perf_counter()
-        _check(base_ids, new_ids, directives)
+        _check(turn.base_ids, new_ids, directives)
         edit_ms.append((edited - start) * 1e3)
         plan_ms.append((edited - start + planned - began) * 1e3)
         num_directives.append(len(directives))
@@ -131,6 +163,17 @@ def _measure(case: str, num_messages: int, repeats: int) -> dict[str, Any]:
     }
 
 
+def plan_steps(case: str, num_messages: int, *, turns: int = 5) -> int:
+    """Return how many bytecode instructions the plan of an edited turn takes, the mean of some turns."""
+    counts = []
+    for turn in _turns(case, num_messages, turns):
+        edit_steps, applied = count_steps(turn.edit)
+        new_ids = turn.ids.render(applied.messages)
+        diff_steps, _ = count_steps(partial(turn.plan, new_ids))
+        counts.append(edit_steps + diff_steps)
+    return round(statistics.mean(counts))
+
+
 def _check(base_ids: array[int], new_ids: array[int], directives: list[Directive]) -> None:
     result = array("i", apply_directives(base_ids, directives))
     if result != new_ids[: len(result)]:
@@ -140,6 +183,10 @@ def _check(base_ids: array[int], new_ids: array[int], directives: list[Directive
 def _quantiles(values: list[float]) -> dict[str, float]:
     cuts = statistics.quantiles(values, n=10, method="inclusive")
     return {name: round(value, 3) for name, value in (("p20", cuts[1]), ("p50", cuts[4]), ("p80", cuts[7]))}
+
+
+def _value(measured: dict[str, float] | int) -> float:
+    return measured["p50"] if isinstance(measured, dict) else measured
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -156,8 +203,8 @@ def main(arguments: list[str] | None = None) -> None:
             row = measure(case, num_messages, repeats=options.repeats)
             shortest = shortest or row
             times_longer = num_messages / shortest["messages"]
-            for name, growth in (("plan_ms", "growth"), ("plan_ms_without_gc", "growth_without_gc")):
-                row[growth] = round(row[name]["p50"] / shortest[name]["p50"] / times_longer, 3)
+            for name, growth in _GROWTHS.items():
+                row[growth] = round(_value(row[name]) / _value(shortest[name]) / times_longer, 3)
             if options.json:
                 print(json.dumps(row), flush=True)
             else:
@@ -165,7 +212,7 @@ def main(arguments: list[str] | None = None) -> None:
                     f"{case:<24} {num_messages:>5} messages {row['history_tokens']:>8,} tokens, sent "
                     f"{row['prompt_tokens']:>8,}  edit p50 {row['edit_ms']['p50']:>6.2f} ms  plan p50 "
                     f"{row['plan_ms']['p50']:>7.2f} ms  growth {row['growth']:.2f} "
-                    f"({row['growth_without_gc']:.2f} without gc)",
+                    f"({row['growth_without_gc']:.2f} without gc, {row['growth_in_steps']:.2f} in steps)",
                     flush=True,
                 )
 

@@ -6,6 +6,12 @@ after a restart: every request of the history is gone through. `prepare_ms` is a
 `Conversation.prepare` and the body to send: new messages copied and digested, edits, note. `count_ms` is counting one
 new turn. Before a row is timed both ways are compared, so that no wrong edit has a time. A turn that edits hundreds of
 messages at once is a case of `evals.micro.plan`.
+
+`compare_ms` is the baseline: nothing but to compare the messages with those of the turn before, the least that shows
+that a conversation went on. They are other objects each time; 5,000 are more than a core's cache holds, so each takes
+longer to reach. `growth` is the time over that at the shortest length, over how many times longer the history is: 1 is
+linear; `compare_growth` is the baseline's. (A `Conversation` compares them itself, in `prepare_ms`, and gives the
+engine those that it knows.)
 """
 
 from __future__ import annotations
@@ -63,12 +69,20 @@ def measure(policy_name: str, num_messages: int, *, repeats: int) -> dict[str, A
     points = request_points(history)[-repeats - 1 :]
     run = PolicyRun(policy)
     run.apply(history[: points[0]])
-    edit_ms, prepare_ms = [], []
+    edit_ms, compare_ms, prepare_ms = [], [], []
     conversation = Conversation(policy)
     conversation.prepare({"messages": [message.to_openai() for message in history[: points[0]]]})
+    seen = [message.raw for message in _anew(history[: points[0]])]
     for point in points[1:]:
         # A client makes its messages anew for each request.
-        prefix = messages_from_openai([message.to_openai() for message in history[:point]])
+        prefix = _anew(history[:point])
+        start = time.perf_counter()
+        given = [message.raw for message in prefix]
+        goes_on = given[: len(seen)] == seen
+        compare_ms.append((time.perf_counter() - start) * 1e3)
+        assert goes_on
+        seen = given
+        prefix = _anew(history[:point])
         start = time.perf_counter()
         applied = run.apply(prefix)
         edit_ms.append((time.perf_counter() - start) * 1e3)
@@ -94,17 +108,23 @@ def measure(policy_name: str, num_messages: int, *, repeats: int) -> dict[str, A
         "messages": num_messages,
         "tokens": applied.tokens_before,
         "edits": len(applied.edits),
-        "edit_ms": {name: round(value, 3) for name, value in _quantiles(edit_ms).items()},
-        "prepare_ms": {name: round(value, 3) for name, value in _quantiles(prepare_ms).items()},
+        "edit_ms": _quantiles(edit_ms),
+        "compare_ms": _quantiles(compare_ms),
+        "prepare_ms": _quantiles(prepare_ms),
         "replay_ms": round(replay_ms, 1),
         "count_ms": round(statistics.median(count_ms), 4),
         "python": platform.python_version(),
     }
 
 
+def _anew(messages: list[Message]) -> list[Message]:
+    return messages_from_openai([message.to_openai() for message in messages])
+
+
 def _quantiles(values: list[float]) -> dict[str, float]:
     cuts = statistics.quantiles(values, n=10)
-    return {"p20": cuts[1], "p50": cuts[4], "p80": cuts[7], "max": max(values)}
+    named = {"p20": cuts[1], "p50": cuts[4], "p80": cuts[7], "max": max(values)}
+    return {name: round(value, 3) for name, value in named.items()}
 
 
 def main() -> None:
@@ -114,16 +134,21 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=40, help="turns to time (default: 40)")
     args = parser.parse_args()
     for policy_name in POLICIES:
+        shortest: dict[str, Any] | None = None
         for num_messages in LENGTHS:
             row = measure(policy_name, num_messages, repeats=args.repeats)
+            shortest = shortest or row
+            for name, growth in (("edit_ms", "growth"), ("compare_ms", "compare_growth")):
+                times_longer = num_messages / shortest["messages"]
+                row[growth] = round(row[name]["p50"] / shortest[name]["p50"] / times_longer, 3)
             if args.json:
                 print(json.dumps(row), flush=True)
             else:
+                edit, compare, prepare = (row[name]["p50"] for name in ("edit_ms", "compare_ms", "prepare_ms"))
                 print(
-                    f"{policy_name:<26} {num_messages:>5} messages {row['tokens']:>7,} tokens  edit p50 "
-                    f"{row['edit_ms']['p50']:.2f} ms  prepare p50 "
-                    f"{row['prepare_ms']['p50']:.1f} ms  replay {row['replay_ms']:.0f} ms  "
-                    f"count {row['count_ms']:.3f} ms",
+                    f"{policy_name:<26} {num_messages:>5} messages {row['tokens']:>7,} tokens  edit p50 {edit:.2f} ms "
+                    f"(comparison {compare:.2f})  growth {row['growth']:.2f} ({row['compare_growth']:.2f})  "
+                    f"prepare p50 {prepare:.1f} ms  replay {row['replay_ms']:.0f} ms  count {row['count_ms']:.3f} ms",
                     flush=True,
                 )
 
