@@ -11,6 +11,8 @@ LeylineError
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class LeylineError(Exception):
     """Root of every error that this project raises on purpose."""
@@ -19,7 +21,8 @@ class LeylineError(Exception):
 class PolicyError(LeylineError):
     """A policy cannot be loaded or cannot mean anything.
 
-    `file`, `line` (1-based), `column` (1-based) and `key` say where; each is None where it is not known.
+    `file`, `line` (1-based), `column` (1-based) and `key` say where; each is None where it is not known. Of several
+    mistakes of a file this is the first one; `others` has the rest, in order, and a traceback shows them as notes.
     """
 
     def __init__(
@@ -32,8 +35,21 @@ class PolicyError(LeylineError):
         key: str | None = None,
     ) -> None:
         self.file, self.line, self.column, self.key = file, line, column, key
+        self.others: tuple[PolicyError, ...] = ()
         place = ":".join(str(part) for part in (file, line, column) if part is not None)
         super().__init__(": ".join(part for part in (place, key, message) if part))
+
+    @classmethod
+    def of_all(cls, mistakes: Iterable[PolicyError]) -> PolicyError:
+        """Return the first mistake of a file, with the others; of several at one place the first given is kept."""
+        found: dict[tuple[int, int, str], PolicyError] = {}
+        for mistake in mistakes:
+            found.setdefault((mistake.line or 0, mistake.column or 0, mistake.key or ""), mistake)
+        first, *others = (found[place] for place in sorted(found))
+        first.others = tuple(others)
+        for other in others:
+            first.add_note(str(other))
+        return first
 
 
 class PlanError(LeylineError):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -78,6 +79,19 @@ def test_validate_prints_json(bad_policy: str, capsys: pytest.CaptureFixture[str
     bad, good = json.loads(capsys.readouterr().out)
     assert (bad["valid"], bad["line"], bad["column"], bad["key"]) == (False, 2, 1, "rulez")
     assert good == {"file": "none", "valid": True}
+
+
+def test_every_mistake_of_a_file_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text("version: 1\nrulez: []\nkep: {}\n", encoding="utf-8")
+
+    for command in (["validate", str(file)], ["explain", str(file)]):
+        assert main(command) == 1
+        err = capsys.readouterr().err
+        assert err.index(f"{file}:2:1: rulez: unknown key") < err.index(f"{file}:3:1: kep: unknown key")
+    assert main(["validate", "--json", str(file)]) == 1
+    (report,) = json.loads(capsys.readouterr().out)
+    assert (report["key"], [other["key"] for other in report["others"]]) == ("rulez", ["kep"])
 
 
 def test_validate_runs_no_function_that_is_not_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -313,6 +327,23 @@ def test_a_policy_may_be_json_and_its_mistakes_are_told(
 
     assert main(["explain", str(file)]) == 1
     assert words in capsys.readouterr().err
+
+
+def test_a_proxy_may_be_told_the_context_window(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "share.yaml"
+    file.write_text(
+        'version: 1\nrules: [{name: r, select: {role: tool}, replace: "[x]", when: {context: 0.5}}]', encoding="utf-8"
+    )
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+        command = ["proxy", "--policy", str(file), "--upstream", "http://127.0.0.1:9", "--port", port]
+
+        assert main(command) == 1
+        assert "--context-window 128000" in capsys.readouterr().err
+        # The policy is all right: what is left is the port.
+        assert main([*command, "--context-window", "9000"]) == 2
+        assert port in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", ["0", "-5", "128k"])

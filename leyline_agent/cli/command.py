@@ -13,7 +13,7 @@ from typing import Any
 from leyline_agent.cli import offline, proxy, server
 from leyline_agent.cli.common import API_KEY_VARIABLE, UnusableError
 from leyline_agent.cli.completion import SHELLS, completion
-from leyline_agent.errors import LeylineError, SpliceTransportError
+from leyline_agent.errors import LeylineError, PolicyError, SpliceTransportError
 
 _DESCRIPTION = "Check policies and preview what they do; ask a server what it can do and what it holds."
 _EXIT_CODES = (
@@ -39,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # What is still buffered is written here, where a closed pipe is expected, not as the interpreter exits.
         sys.stdout.flush()
     except (LeylineError, UnusableError) as error:
-        print(f"leyline: {error}", file=sys.stderr)
+        others = error.others if isinstance(error, PolicyError) else ()
+        print(f"leyline: {error}", *others, sep="\n", file=sys.stderr)
         return 2 if isinstance(error, UnusableError | SpliceTransportError) else 1
     except BrokenPipeError:
         # `leyline plan … | head`: the reader has seen enough. Else Python complains again when it flushes at exit.
@@ -132,6 +133,7 @@ def make_parser(mark: Mark = lambda action, kind: None) -> argparse.ArgumentPars
     )
     serve.add_argument("--scrub", action="store_true", help="zero free rows of the server with whatever is forgotten")
     _add_allow_python(serve)
+    _add_context_window(serve)
 
     counts = command(proxy.stats, "ask a proxy what it kept, moved and recomputed")
     _add_server(counts, "where the proxy listens, such as http://127.0.0.1:8100")
@@ -161,12 +163,16 @@ def _add_trajectory(command: argparse.ArgumentParser, mark: Mark, **options: Any
 
 def _add_counting(command: argparse.ArgumentParser) -> None:
     _add_allow_python(command)
-    command.add_argument("--context-window", type=_positive, metavar="N", help="tokens that the model can take")
+    _add_context_window(command)
     exact = command.add_mutually_exclusive_group()
     exact.add_argument("--tokenizer", metavar="PATH", help="count exactly, with the tokenizer in this model folder")
     exact.add_argument("--server", metavar="URL", help="count exactly, with this server's /tokenize")
     command.add_argument("--api-key", help=f"the server's key; better set {API_KEY_VARIABLE}")
     command.add_argument("--timeout", type=float, default=30.0, metavar="S", help="seconds to wait (default: 30)")
+
+
+def _add_context_window(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--context-window", type=_positive, metavar="N", help="tokens that the model can take")
 
 
 def _positive(text: str) -> int:

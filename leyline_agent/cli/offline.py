@@ -40,8 +40,8 @@ def validate(args: argparse.Namespace) -> int:
         try:
             load_policy(policy, allow_python=args.allow_python)
         except PolicyError as error:
-            place = {"line": error.line, "column": error.column, "key": error.key}
-            reports.append({"file": policy, "valid": False, "error": str(error), **place})
+            first, *others = ({"error": str(e), **_place(e)} for e in (error, *error.others))
+            reports.append({"file": policy, "valid": False, **first, "others": others})
         else:
             reports.append({"file": policy, "valid": True})
     if args.json:
@@ -51,7 +51,7 @@ def validate(args: argparse.Namespace) -> int:
             if report["valid"]:
                 print(f"{report['file']}: valid")
             else:
-                print(report["error"], file=sys.stderr)
+                print(*(each["error"] for each in (report, *report["others"])), sep="\n", file=sys.stderr)
     return 0 if all(report["valid"] for report in reports) else 1
 
 
@@ -123,6 +123,10 @@ def plan(args: argparse.Namespace) -> int:
         except ValueError as error:
             raise UnusableError(f"plan: {error}") from error
     return 0
+
+
+def _place(error: PolicyError) -> dict[str, Any]:
+    return {"line": error.line, "column": error.column, "key": error.key}
 
 
 def _policy(args: argparse.Namespace, name: str, command: str) -> Policy:

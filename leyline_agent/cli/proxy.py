@@ -19,6 +19,8 @@ _NUM_SHOWN = 20
 def proxy(args: argparse.Namespace) -> int:
     """Serve an OpenAI-compatible API before another server and edit the conversations that pass."""
     policy = load_policy(args.policy, allow_python=args.allow_python)
+    if args.context_window is not None:
+        policy = policy.with_context_window(args.context_window)
     try:
         from leyline_agent.proxy.serve import STATS_KEY_VARIABLE, listen, make_server, read_key, serve
         from leyline_agent.proxy.settings import ProxySettings

@@ -111,8 +111,8 @@ class PolicyRun:
             if self._context_window is None and needs_context_window(policy.when_of(rule)):
                 raise PolicyError(
                     f"rule {rule.name!r} fires at a share of the context window, and its size is not known; add "
-                    "'context_window: 128000' to the policy, or give context_window (explain, compare and plan: "
-                    "--context-window 128000)"
+                    "'context_window: 128000' to the policy, or say it where the policy is used: "
+                    "policy.with_context_window(128_000), or --context-window 128000 in a command"
                 )
         self._lock = threading.Lock()
         self._seen: list[Mapping[str, Any]] = []

@@ -1,4 +1,7 @@
-"""YAML to `Policy`. Every mistake is a `PolicyError` with file, line, column, key and the line itself."""
+"""YAML to `Policy`. Every mistake is a `PolicyError` with file, line, column, key and the line itself.
+
+Those that a schema can find are all told at once; what depends on several keys is looked for once these are right.
+"""
 
 from __future__ import annotations
 
@@ -106,8 +109,8 @@ def parse_policy(text: str, *, file: str = "<string>", allow_python: Collection[
     try:
         policy = Policy.model_validate(document.value)
     except ValidationError as error:
-        mistakes = [_policy_error(*found, document) for found in _worth_saying(error, document)]
-        raise min(mistakes, key=lambda mistake: (mistake.line or 0, mistake.column or 0)) from error
+        mistakes = (_policy_error(*found, document) for found in _worth_saying(error, document))
+        raise PolicyError.of_all(mistakes) from error
     return _with_detectors(policy, document, allow_python)
 
 

@@ -238,6 +238,16 @@ class Policy(Model):
             raise PolicyError(f"cannot set turns = {turns} in policy {self.name!r}: it has {found}; edit its YAML")
         return self.model_copy(update={"rules": tuple(_rule_with_turns(rule, turns) for rule in self.rules)})
 
+    def with_context_window(self, tokens: int) -> Policy:
+        """Return a copy whose rules compare with a context window of so many tokens.
+
+        Raises:
+            PolicyError: `tokens` is no whole number above 0.
+        """
+        if type(tokens) is not int or tokens <= 0:
+            raise PolicyError(f"got a context window of {tokens!r} tokens, expected a whole number above 0")
+        return self.model_copy(update={"context_window": tokens})
+
     @model_validator(mode="after")
     def _unique_names(self) -> Policy:
         seen: Counter[str] = Counter()

@@ -462,6 +462,27 @@ def test_a_mistake_is_reported_with_its_place(
     assert (error.file, error.line, error.column, error.key) == ("policy.yaml", line, column, key)
     assert [word for word in words if word not in str(error)] == []
     assert str(error).startswith(f"policy.yaml:{line}:{column}: ")
+    # What only follows from it is no mistake of its own, but for a key that is not indented: it is unknown there.
+    assert [other.key for other in error.others] == (["rules[0].role"] if "indented?" in str(error) else [])
+
+
+def test_all_mistakes_of_a_file_are_told_in_order() -> None:
+    with pytest.raises(PolicyError) as caught:
+        parse_policy(
+            _GOOD.replace("turns: 2", "turns: two").replace("role:", "rol:") + "    mode: forge\nkeep: {lst: 2}\n",
+            file="policy.yaml",
+        )
+
+    first, others = caught.value, caught.value.others
+    assert [(each.line, each.column, each.key) for each in (first, *others)] == [
+        (4, 14, "rules[0].select.rol"),
+        (4, 45, _TURNS),
+        (6, 11, "rules[0].mode"),
+        (7, 8, "keep.lst"),
+    ]
+    assert all(str(other).startswith(f"policy.yaml:{other.line}:{other.column}: ") for other in others)
+    # A traceback shows notes.
+    assert first.__notes__ == [str(other) for other in others]
 
 
 def test_a_mistake_shows_the_line_and_marks_the_place() -> None:

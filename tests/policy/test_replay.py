@@ -109,6 +109,13 @@ def test_the_window_may_stand_in_the_policy_and_the_callers_goes_first() -> None
 
     assert apply_policy(policy, _agent(2)).edits
     assert not apply_policy(policy, _agent(2), context_window=100_000).edits
+    assert not apply_policy(policy.with_context_window(100_000), _agent(2)).edits
+
+
+@pytest.mark.parametrize("tokens", [0, -1, 1.5, True, "100"])
+def test_a_context_window_is_a_number_of_tokens(tokens: Any) -> None:
+    with pytest.raises(PolicyError, match="expected a whole number above 0"):
+        parse_policy(f"{_HEAD}{_REPLACE}").with_context_window(tokens)
 
 
 @pytest.mark.parametrize(
