@@ -70,7 +70,7 @@ class Conversation:
         template_changes: what to do where the chat template renders the history to other tokens than were generated or
             sent: a call whose JSON is written anew, reasoning that is left out. "amortize" splices it along;
             "reprefill" prefills again from there on, as far as it can be told from what an edit did.
-        gate: "auto" lets the server prefill again where that is cheaper.
+        gate: "auto" lets the server prefill again where that is quicker; "off" has it splice all the same.
         scrub: with whatever is forgotten, zero every row of the server's pool that nothing refers to.
         counter: by what a policy's triggers and sizes are measured: "estimate"; a `TokenCounter`, such as
             `LocalTokenizer.counter()`; or "server", which takes the size of the last answered prompt from its answer's
@@ -100,12 +100,16 @@ class Conversation:
         on_fallback: Callable[[str, Outcome | None], None] = warn_fallback,
         edits_of: Conversation | None = None,
     ) -> None:
+        if plan not in ("server", "client"):
+            raise ValueError(f"plan: got {plan!r}, expected 'server' or 'client'")
         if plan == "client" and tokenizer is None:
             raise ValueError("plan='client' makes directives out of token ids: give a tokenizer, see tokenizers.py")
         if unexplained_changes not in ("reprefill", "amortize"):
             raise ValueError(f"unexplained_changes: got {unexplained_changes!r}, expected 'reprefill' or 'amortize'")
         if template_changes not in ("amortize", "reprefill"):
             raise ValueError(f"template_changes: got {template_changes!r}, expected 'amortize' or 'reprefill'")
+        if gate not in ("auto", "off"):
+            raise ValueError(f"gate: got {gate!r}, expected 'auto' or 'off'")
         self.id = secrets.token_urlsafe(24) if conversation_id is None else check_conversation_id(conversation_id)
         self.policy = policy if policy is None or isinstance(policy, Policy) else load_policy(policy)
         self._counts = ServerCounts() if counter == "server" else None

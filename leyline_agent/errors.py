@@ -4,9 +4,9 @@ LeylineError
 ├── PolicyError            a policy file is wrong (file, line, key)
 ├── PlanError              token ids, directives or spans do not fit each other (reason)
 ├── RenderError            a chat request cannot be rendered into token ids here
-├── SpliceTransportError   the server could not be reached, or its answer could not be read
-├── SpliceRejectedError    the server refused a splice and the caller asked for `strict=True` (reason)
-└── UnsupportedServerError the server runs no Leyline plugin and the caller asked for `strict=True`
+├── SpliceTransportError   the server could not be reached, answered an error, or its answer could not be read
+├── SpliceRejectedError    refused by the server: a call of one of its routes or, with `strict=True`, an edit (reason)
+└── UnsupportedServerError the server runs no Leyline plugin: told of its routes and, with `strict=True`, of a turn
 """
 
 from __future__ import annotations
@@ -72,9 +72,10 @@ class SpliceTransportError(LeylineError):
 
 
 class SpliceRejectedError(LeylineError):
-    """A splice was refused; the prompt was answered all the same, after a re-prefill.
+    """The server refused an edit, or a call of one of its routes.
 
-    `reason` is the machine-readable reason that the server gave.
+    The prompt of a turn was answered all the same, after a re-prefill. `reason` is the machine-readable reason that the
+    server gave.
     """
 
     def __init__(self, message: str, *, reason: str) -> None:
@@ -83,4 +84,4 @@ class SpliceRejectedError(LeylineError):
 
 
 class UnsupportedServerError(LeylineError):
-    """The server answered without an outcome, so it runs no Leyline plugin."""
+    """The server answered without an outcome, or has no such route, so it runs no Leyline plugin."""

@@ -178,7 +178,7 @@ def warn_fallback(reason: str, outcome: Outcome | None) -> None:
     if outcome is None:
         logger.warning(
             "the server answered without an outcome, so it runs no Leyline plugin: edited prompts are right but "
-            "prefilled again; install leyline-agent[server] beside SGLang, or use the policy 'none'"
+            "prefilled again; install the plugin beside SGLang (docs/install.md), or use the policy 'none'"
         )
     else:
         logger.warning(

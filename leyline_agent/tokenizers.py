@@ -105,7 +105,7 @@ class LocalTokenizer:
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
-            raise ImportError("a local tokenizer needs: pip install 'leyline-agent[tokenizers]'") from error
+            raise ImportError("a local tokenizer needs: pip install '/path/to/leyline[tokenizers]'") from error
         return cls(AutoTokenizer.from_pretrained(path))
 
     def render(

@@ -528,7 +528,13 @@ def test_health_tells_an_unreachable_server_apart(capsys: pytest.CaptureFixture[
 _ID = "KYc2t0XkLlV8bXwWq1mDfQ"
 _EDIT = {"edit_id": "e1", "turn": "t1", "position": 3, "removed_tokens": 9, "replacement_tokens": 2}
 _TURN = {"prompt_tokens": 50, "output_tokens": 4, "cached_tokens": 53, "edits": [_EDIT], "own_namespace": True}
-_STATE = {"conversation_hash": "0" * 32, "own_tokens": 53, "turns": [{"turn": "t2", **_TURN}], "explicit_edits": []}
+_EXPLICIT = {**_EDIT, "edit_id": "e2", "turn": None}
+_STATE = {
+    "conversation_hash": "0" * 32,
+    "own_tokens": 53,
+    "turns": [{"turn": "t2", **_TURN}],
+    "explicit_edits": [_EXPLICIT],
+}
 _RELEASED = {"conversation_hash": "0" * 32, "purge": {"dropped_tokens": 53, "held_tokens": 2, "scrubbed_tokens": 900}}
 
 
@@ -549,6 +555,8 @@ def test_conversation_is_shown_and_its_secrets_are_read_from_the_environment(
         f"conversation {'0' * 32}: 53 tokens in a namespace of its own",
         "t2 50 + 4 tokens 53 cached (own) 1 edits",
         "e1 at 3: 9 -> 2 tokens",
+        "by explicit splices",
+        "e2 at 3: 9 -> 2 tokens",
     ]
 
 
@@ -655,7 +663,7 @@ def test_completion_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: 
 
     assert main(["completion", "bash"]) == 2
 
-    assert "pip install 'leyline-agent[completion]'" in capsys.readouterr().err
+    assert "pip install '/path/to/leyline[completion]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", _COMMANDS)

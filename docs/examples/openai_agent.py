@@ -2,7 +2,7 @@
 
 It looks through the files of a folder, one call a turn, and prints what each turn cost.
 
-    python docs/examples/openai_agent.py http://127.0.0.1:30000 [FOLDER]
+    python docs/examples/openai_agent.py http://127.0.0.1:30000 leyline_agent/core
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Benchmarks of single parts; each prints JSON lines."""
+"""Benchmarks of single parts, and of edited conversations side by side; their rows are JSON lines."""

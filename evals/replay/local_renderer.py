@@ -27,7 +27,7 @@ class LocalRenderer:
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
-            raise ReplayError("the ideal needs a tokenizer: pip install 'leyline-agent[tokenizers]'") from error
+            raise ReplayError("the ideal needs a tokenizer: pip install '/path/to/leyline[tokenizers]'") from error
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
         except (OSError, ValueError) as error:

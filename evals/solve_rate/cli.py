@@ -150,7 +150,9 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--agent", choices=("langgraph", "debug_gym"), help="who acts, instead of the config's")
     command.add_argument("--seeds", type=int, metavar="N", help="the seeds 0 to N - 1, instead of the config's")
     command.add_argument("--jobs", type=int, metavar="N", help="episodes at a time")
-    command.add_argument("--total-s", type=float, metavar="S", help="no episode starts after so many seconds")
+    command.add_argument(
+        "--total-s", type=float, metavar="S", help="after so many seconds running episodes are broken off"
+    )
     command.add_argument("--total-tokens", type=int, metavar="N", help="no episode starts after so many tokens")
     command.add_argument("--fresh", action="store_true", help="begin anew: remove what the folder has of a run")
     command.set_defaults(run=run_command)

@@ -23,7 +23,7 @@ try:
     import triton.language as tl
 except ImportError as error:
     raise ImportError(
-        "leyline_kernels.rotate needs triton, which a CUDA build of torch brings: pip install 'leyline-agent[server]'"
+        "leyline_kernels.rotate needs triton, which CUDA builds of torch bring; SGLang for a GPU installs one"
     ) from error
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

@@ -103,8 +103,8 @@ def make_parser(mark: Mark = lambda action, kind: None) -> argparse.ArgumentPars
     for of_conversation in (conversation, release):
         # Anybody on the machine can read a command line, so the secrets are not on it.
         of_conversation.description = (
-            f"The conversation's id is read from {server.CONVERSATION_VARIABLE} or from stdin, the cache_salt of its "
-            f"requests, if they have one, from {server.CACHE_SALT_VARIABLE}."
+            f"{of_conversation.description} The conversation's id is read from {server.CONVERSATION_VARIABLE} or from "
+            f"stdin, the cache_salt of its requests, if they have one, from {server.CACHE_SALT_VARIABLE}."
         )
         _add_server(of_conversation)
         of_conversation.add_argument("--extra-key", help="that of the conversation's requests, if they have one")
@@ -136,7 +136,7 @@ def make_parser(mark: Mark = lambda action, kind: None) -> argparse.ArgumentPars
     _add_context_window(serve)
 
     counts = command(proxy.stats, "ask a proxy what it kept, moved and recomputed")
-    _add_server(counts, "where the proxy listens, such as http://127.0.0.1:8100")
+    _add_server(counts, "where the proxy listens, such as http://127.0.0.1:8100", "the proxy's key for its stats")
     counts.add_argument("--all", action="store_true", help="list every conversation, not the 20 last used")
     counts.add_argument("--json", action="store_true", help="print the proxy's answer as JSON")
 
@@ -193,12 +193,14 @@ def _add_allow_python(command: argparse.ArgumentParser) -> None:
 
 
 def _add_server(
-    command: argparse.ArgumentParser, words: str = "where the server listens, such as http://127.0.0.1:30000"
+    command: argparse.ArgumentParser,
+    words: str = "where the server listens, such as http://127.0.0.1:30000",
+    key: str = "the server's key",
 ) -> None:
     command.add_argument("url", metavar="URL", help=words)
     command.add_argument(
         "--api-key",
         default=None,
-        help=f"the server's key; better set {API_KEY_VARIABLE}, which `ps` does not show",
+        help=f"{key}; better set {API_KEY_VARIABLE}, which `ps` does not show",
     )
     command.add_argument("--timeout", type=float, default=10.0, metavar="S", help="seconds to wait (default: 10)")

@@ -15,7 +15,7 @@ def completion(args: argparse.Namespace) -> int:
     try:
         import shtab
     except ImportError as error:
-        raise UnusableError("completion: needs shtab: pip install 'leyline-agent[completion]'") from error
+        raise UnusableError("completion: needs shtab: pip install '/path/to/leyline[completion]'") from error
     # Imported late, since that module has this command in its parser.
     from leyline_agent.cli.command import make_parser
 

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from leyline_agent.errors import LeylineError, SpliceTransportError
 
 if TYPE_CHECKING:
     from leyline_agent.client import Client
+    from leyline_agent.core.protocol import PastEdit
 
 CONVERSATION_VARIABLE = "LEYLINE_CONVERSATION"
 CACHE_SALT_VARIABLE = "LEYLINE_CACHE_SALT"
@@ -85,9 +86,16 @@ def conversation(args: argparse.Namespace) -> int:
             f"{turn.turn:<24.24}  {turn.prompt_tokens} + {turn.output_tokens} tokens  "
             f"{turn.cached_tokens} cached ({namespace})  {len(turn.edits)} edits"
         )
-        for edit in turn.edits:
-            print(f"  {edit.edit_id} at {edit.position}: {edit.removed_tokens} -> {edit.replacement_tokens} tokens")
+        _print_edits(turn.edits)
+    if state.explicit_edits:
+        print("by explicit splices")
+        _print_edits(state.explicit_edits)
     return 0
+
+
+def _print_edits(edits: Sequence[PastEdit]) -> None:
+    for edit in edits:
+        print(f"  {edit.edit_id} at {edit.position}: {edit.removed_tokens} -> {edit.replacement_tokens} tokens")
 
 
 def release(args: argparse.Namespace) -> int:
@@ -107,7 +115,7 @@ def release(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _client(args: argparse.Namespace) -> Iterator[Client]:
-    # Imported here as in `_health`.
+    # Imported here as in `ask`.
     from httpx import InvalidURL
 
     from leyline_agent.client import Client

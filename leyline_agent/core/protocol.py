@@ -209,7 +209,7 @@ class Outcome(_Reply):
     """Where rows were moved: what lies left of the first difference and was cached. 0 elsewhere, where the response's
     own count of cached tokens says it."""
     moved_tokens: int = 0
-    """Right of it, copied to new slots and rotated to new positions instead of being prefilled."""
+    """Right of it, rotated to new positions instead of being prefilled, in their slots or in copies."""
     answer_moved_tokens: int = 0
     """Of these, what lies right of the first directive within the answer of the base."""
     prefilled_tokens: int = 0
@@ -225,8 +225,8 @@ class Outcome(_Reply):
     """Of these, what the scheduler spent on the edits, while no batch ran; not the prefill of the R's."""
     stages_ms: dict[str, float] = {}
     """Of `ms`, by stage: `diff`, and where R is prefilled before the request `prefill` of R and `wait` for the
-    scheduler; of `scheduler_ms` `match`, `allocate`, `rotate`, `insert`, `record` and `look`. Host time: on a GPU what
-    is launched runs on meanwhile."""
+    scheduler; of `scheduler_ms` `match`, `allocate`, `admit` (of what computes R beside the request), `rotate`,
+    `insert`, `record` and `look`. Host time: on a GPU what is launched runs on meanwhile."""
 
 
 class SpliceRequest(_Wire):

@@ -13,7 +13,7 @@ try:
         ModelResponse,
     )
 except ImportError as error:
-    raise ImportError("the LangChain middleware needs: pip install 'leyline-agent[langgraph]'") from error
+    raise ImportError("the LangChain middleware needs: pip install '/path/to/leyline[langgraph]'") from error
 from langchain_core.messages import AIMessage, BaseMessage, SystemMessage
 from langgraph.types import Command
 

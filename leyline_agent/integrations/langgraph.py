@@ -11,7 +11,7 @@ try:
     from langchain_core.prompt_values import PromptValue
     from langchain_core.runnables import Runnable, RunnableConfig, ensure_config
 except ImportError as error:
-    raise ImportError("the LangGraph adapter needs: pip install 'leyline-agent[langgraph]'") from error
+    raise ImportError("the LangGraph adapter needs: pip install '/path/to/leyline[langgraph]'") from error
 
 from leyline_agent.conversation import Conversation, PolicyLike
 from leyline_agent.conversation_pool import ConversationPool

@@ -20,7 +20,7 @@ try:
     from leyline_agent.proxy.headers import LimitedHeadersProtocol
 except ImportError as error:
     raise ImportError(
-        f"the proxy needs more than is installed ({error}): pip install 'leyline-agent[proxy]'"
+        f"the proxy needs more than is installed ({error}): pip install '/path/to/leyline[proxy]'"
     ) from error
 
 KEY_VARIABLE = "LEYLINE_PROXY_KEY"

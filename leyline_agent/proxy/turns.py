@@ -165,7 +165,7 @@ class Turns:
             self._stats.tell_once(
                 Reason.UNSUPPORTED_SERVER,
                 "the upstream answered a note without an outcome, so it runs no Leyline plugin: the policy alone is "
-                "applied, and edited prompts are prefilled again; install leyline-agent[server] beside SGLang",
+                "applied, and edited prompts are prefilled again; install the plugin beside SGLang (docs/install.md)",
             )
         else:
             self._stats.tell_once(

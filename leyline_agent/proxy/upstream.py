@@ -20,7 +20,7 @@ try:
     from multidict import CIMultiDict
     from yarl import URL
 except ImportError as error:
-    raise ImportError("the proxy needs aiohttp: pip install 'leyline-agent[proxy]'") from error
+    raise ImportError("the proxy needs aiohttp: pip install '/path/to/leyline[proxy]'") from error
 
 Headers = list[tuple[bytes, bytes]]
 

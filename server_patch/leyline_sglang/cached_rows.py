@@ -1,4 +1,4 @@
-"""A conversation's cached rows in the scheduler: found, keyed and turned, in the namespaces that one message names.
+"""A conversation's cached rows in the scheduler: found, keyed, copied and turned, in one message's namespaces.
 
 Decides nothing: `move.py` and `splice.py` say which rows go where.
 """

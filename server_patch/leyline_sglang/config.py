@@ -12,8 +12,18 @@ from leyline_agent.core.protocol import MAX_NOTE_BYTES
 from leyline_agent.errors import LeylineError
 
 PREFIX = "LEYLINE_"
-_ELSEWHERE = ("cache", "api_key", "trajectories")
-"""Variables of the same prefix that the client side and the evals read."""
+_ELSEWHERE = (
+    "api_key",
+    "cache",
+    "cache_salt",
+    "conversation",
+    "debug_gym_python",
+    "mini_nightmare",
+    "proxy_key",
+    "proxy_stats_key",
+    "trajectories",
+)
+"""Variables of the same prefix that the client side, the evals and the tests read."""
 
 
 class Config(BaseModel):
@@ -24,7 +34,7 @@ class Config(BaseModel):
     enabled: bool = True
     """Off: notes are taken off the requests and answered `disabled`; nothing is spliced or remembered."""
     secret: str = Field(default_factory=lambda: secrets.token_hex(32), min_length=16, repr=False)
-    """Key of the namespaces. Random for each process unless given, as the memory of turns is too."""
+    """Key of the namespaces. Random for each process unless given; their nonces are random in any case."""
     max_note_bytes: int = Field(default=MAX_NOTE_BYTES, gt=0)
     """Longer notes and bodies are refused before they are parsed."""
     max_directives: int = Field(default=256, gt=0)
@@ -48,7 +58,7 @@ class Config(BaseModel):
     scope_memory_tokens: int = Field(default=4_194_304, gt=0)
     """The same for each (extra_key, cache_salt), so that one tenant cannot push out the others."""
     timeout_s: float = Field(default=30.0, gt=0)
-    """How long a request waits for the scheduler's answer to a splice before it is served plain."""
+    """How long a request waits for the scheduler's answer, or for a diff in a thread, before it is served plain."""
 
 
 def load_config(environ: Mapping[str, str] | None = None) -> Config:
@@ -65,6 +75,8 @@ def load_config(environ: Mapping[str, str] | None = None) -> Config:
         return Config.model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
-        name = PREFIX + str(first["loc"][0]).upper()
-        known = ", ".join(PREFIX + field.upper() for field in Config.model_fields)
-        raise LeylineError(f"{name}: {first['msg']}, got {first['input']!r}; the settings are {known}") from error
+        field = str(first["loc"][0])
+        known = ", ".join(PREFIX + each.upper() for each in Config.model_fields)
+        # This is logged and served. What an unknown variable holds may be somebody's secret.
+        got = "" if field == "secret" or field not in Config.model_fields else f", got {first['input']!r}"
+        raise LeylineError(f"{PREFIX}{field.upper()}: {first['msg']}{got}; the settings are {known}") from None

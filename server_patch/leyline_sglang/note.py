@@ -52,7 +52,8 @@ def parse_note(text: Any, *, max_bytes: int) -> Note:
     """Read a note.
 
     Raises:
-        PlanError: with reason `bad_note`, `note_too_large` or `unsupported_version`.
+        PlanError: with reason `bad_note`, `note_too_large`, `unsupported_version`, `weak_conversation_id` or
+            `bad_directives`.
     """
     if not isinstance(text, str):
         raise PlanError(

@@ -1,7 +1,8 @@
 """The note's way through a request, in the tokenizer process: the hook around `generate_request`.
 
-A request without a note passes untouched. With one, its edits are carried out first, then the request itself is
-served by the engine as ever, and what it made is remembered.
+A request without a note passes untouched. With one, its edits are carried out first, or announced to the scheduler,
+which does them as it admits the request; then the request itself is served by the engine as ever, and what it made is
+remembered.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The edits of one turn, carried out: in the batch of the request itself, or in steps before it.
 
 The order is left to right, so that each R is prefilled as a prefix of the request itself: it never saw removed text,
-and a refusal wastes nothing. Whatever goes wrong here costs a re-prefill and nothing else.
+and a refusal wastes nothing. Whatever goes wrong here costs a re-prefill and nothing else. The other half of each way
+is in the scheduler: `one_step.py`, or `splice.py` and `move.py`.
 """
 
 from __future__ import annotations

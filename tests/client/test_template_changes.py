@@ -173,9 +173,19 @@ def test_unexplained_changes_that_are_kept_are_not_laid_to_the_template() -> Non
     assert turns.conversation.telemetry.template_changes == 0
 
 
-def test_an_unknown_way_is_refused() -> None:
-    with pytest.raises(ValueError, match="template_changes: got 'keep', expected 'amortize' or 'reprefill'"):
-        Conversation(template_changes="keep")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("template_changes", "'amortize' or 'reprefill'"),
+        ("unexplained_changes", "'reprefill' or 'amortize'"),
+        ("gate", "'auto' or 'off'"),
+        ("plan", "'server' or 'client'"),
+        ("counter", "'estimate', 'server' or a TokenCounter"),
+    ],
+)
+def test_an_unknown_way_is_refused(option: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=f"{option}: got 'keep', expected {expected}"):
+        Conversation(**{option: "keep"})  # type: ignore[arg-type]
 
 
 def _spliced(num_directives: int, status: Status = Status.SPLICED, **fields: Any) -> Outcome:

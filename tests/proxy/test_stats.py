@@ -203,4 +203,4 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setitem(sys.modules, "aiohttp", None)
 
     assert main(["proxy", "--policy", "none", "--upstream", "http://127.0.0.1:9"]) == 2
-    assert "pip install 'leyline-agent[proxy]'" in capsys.readouterr().err
+    assert "pip install '/path/to/leyline[proxy]'" in capsys.readouterr().err

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import secrets
+import traceback
+from pathlib import Path
+
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
@@ -38,8 +43,28 @@ def test_a_wrong_setting_is_named_with_those_there_are(name: str, value: str) ->
     assert all("LEYLINE_" + field.upper() in str(caught.value) for field in Config.model_fields)
 
 
-def test_variables_of_the_client_side_are_left_alone() -> None:
-    load_config({"LEYLINE_CACHE": "/tmp", "LEYLINE_API_KEY": "k", "LEYLINE_TRAJECTORIES": "/tmp"})
+def test_a_wrong_value_is_quoted_unless_it_may_be_a_secret() -> None:
+    with pytest.raises(LeylineError, match="got 'soon'"):
+        load_config({"LEYLINE_TIMEOUT_S": "soon"})
+    for name in ("LEYLINE_SECRET", "LEYLINE_PROXY_KEYS"):
+        value = secrets.token_hex(4)
+        with pytest.raises(LeylineError, match=name) as caught:
+            load_config({name: value})
+        assert value not in "".join(traceback.format_exception(caught.value))
+
+
+def test_variables_of_the_rest_of_the_project_are_left_alone() -> None:
+    root = Path(__file__).parents[2]
+    texts = [
+        path.read_text() for folder in ("leyline_agent", "evals", "tests") for path in (root / folder).rglob("*.py")
+    ]
+    assert len(texts) > 200
+    named = {name for text in texts for name in re.findall(r"\bLEYLINE_[A-Z][A-Z_]*[A-Z]\b", text)}
+    wrong_on_purpose = {"LEYLINE_COLOR", "LEYLINE_PROXY_KEYS"}
+    others = named - wrong_on_purpose - {"LEYLINE_" + field.upper() for field in Config.model_fields}
+    assert {"LEYLINE_CONVERSATION", "LEYLINE_MINI_NIGHTMARE", "LEYLINE_PROXY_KEY"} <= others
+
+    load_config(dict.fromkeys(others, "x"))
 
 
 @pytest.mark.parametrize("what", ["setting", "version"])
