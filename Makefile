@@ -15,7 +15,7 @@ PIP := $(BIN)/pip --disable-pip-version-check -qq install --no-warn-conflicts --
 export SGLANG_USE_CPU_ENGINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env debug-gym eval-debug-gym model serve demo record test check fuzz bench fmt clean
+.PHONY: help env debug-gym eval-debug-gym model serve demo record test check static fuzz bench fmt clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 23
@@ -78,17 +78,20 @@ demo: env ## replay 50 or more agent turns with and without splices: make demo [
 record: env ## record the demo's trajectory again, with real tools
 	@$(BIN)/python -m evals.replay.record
 
-# Three workers on two cores: a test waits for its server about a third of its time.
-test: check ## check, then the tests against a live server (minutes)
+# In one run, since every worker imports SGLang and more before its first test. Three workers on two cores: a test waits
+# for its server about a third of its time. In the order of tests/conftest.py, not of the number of tests in a file.
+test: static ## what check does, and the tests against a live server (minutes)
 	@if [ -n "$(GYM_PYTHON)" ]; then $(MAKE) --no-print-directory debug-gym; fi
-	@$(BIN)/python -m pytest -n 3 --dist loadfile -m "sglang or slow"
+	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not gpu"
 
-check: env ## format, lint, types, imports, tests without a server (a minute and a half on two cores)
+check: static ## format, lint, types, imports, tests without a server (a minute and a half on two cores)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not sglang and not slow and not gpu"
+
+static: env ## format, lint, types, imports
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not sglang and not slow and not gpu"
 
 fuzz: env ## random operations on SGLang's radix cache, against a model: make fuzz STEPS=100000 [SEED=1]
 	@$(BIN)/python -m tests.in_process.fuzz --steps $(or $(STEPS),100000) $(if $(SEED),--seed $(SEED))

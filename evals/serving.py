@@ -24,6 +24,7 @@ from typing import Literal, NoReturn
 
 import httpx
 
+from evals.forked_server import ForkedServer, can_fork
 from evals.models.random_mla import ensure_model
 from leyline_agent.errors import LeylineError
 
@@ -76,7 +77,7 @@ class RunningServer:
     pid: int
     """Of its first process, which is also the id of its process group."""
     log_path: Path
-    _process: subprocess.Popen[bytes] = field(repr=False)
+    _process: subprocess.Popen[bytes] | ForkedServer = field(repr=False)
 
     def assert_alive(self) -> None:
         """Raise `AssertionError`, with the tail of the log, if the server has ended."""
@@ -121,8 +122,9 @@ def serve(
         extra_args: more of `sglang.launch_server`'s arguments; they win over ours.
         api_key: what the server asks of its clients; by default nothing.
         admin_api_key: what it asks of its operators.
-        fork: fork SGLang's processes off the first one instead of spawning them, as SGLang does: ready in half the
-            time, since importing it takes eight seconds a process. On a CPU only.
+        fork: fork SGLang's processes, instead of spawning them as SGLang does, since importing it takes eight seconds a
+            process: off one that has imported it, or, where variables in `env` change what is imported, off the
+            server's first one. On a CPU only.
         log_path: where the server's output goes; by default a temporary file, removed if all goes well.
         ready_timeout_s: how long the server may take until it answers.
 
@@ -136,15 +138,22 @@ def serve(
         handle, name = tempfile.mkstemp(prefix="leyline-server-", suffix=".log")
         os.close(handle)
         log_path = Path(name)
+    arguments = _arguments(model_dir, port, device, [*extra_args, *_key_args(api_key, admin_api_key)])
+    environment = _environment(plugin, device, env or {})
+    fork = fork and device == "cpu"
     with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            _command(model_dir, port, device, fork, [*extra_args, *_key_args(api_key, admin_api_key)]),
-            env=_environment(plugin, device, env or {}),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        process: subprocess.Popen[bytes] | ForkedServer
+        if fork and can_fork(env or {}):
+            process = ForkedServer(arguments, environment=environment, imported_with=_ENVIRONMENT, log=log_path)
+        else:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _LAUNCH, str(os.getpid()), "fork" if fork else "spawn", *arguments],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
     try:
         _wait_until_ready(process, url, log_path, ready_timeout_s, admin_api_key or api_key)
         yield RunningServer(url, process.pid, log_path, process)
@@ -154,7 +163,7 @@ def serve(
         log_path.unlink(missing_ok=True)
 
 
-def _command(model_dir: Path | str, port: int, device: str, fork: bool, extra_args: Sequence[str]) -> list[str]:
+def _arguments(model_dir: Path | str, port: int, device: str, extra_args: Sequence[str]) -> list[str]:
     options = {"--model-path": str(model_dir), "--host": "127.0.0.1", "--port": str(port)}
     flags = ["--enable-cache-report", "--enable-metrics"]
     if device == "cpu":
@@ -170,8 +179,7 @@ def _command(model_dir: Path | str, port: int, device: str, fork: bool, extra_ar
         # An idle scheduler spins on a core otherwise, and the tests keep two servers on two cores.
         flags.append("--sleep-on-idle")
     pairs = [part for option in options.items() for part in option]
-    start_method = "fork" if fork and device == "cpu" else "spawn"
-    return [sys.executable, "-c", _LAUNCH, str(os.getpid()), start_method, *pairs, *flags, *extra_args]
+    return [*pairs, *flags, *extra_args]
 
 
 def _key_args(api_key: str | None, admin_api_key: str | None) -> list[str]:
@@ -200,7 +208,7 @@ def free_port() -> int:
 
 
 def _wait_until_ready(
-    process: subprocess.Popen[bytes], url: str, log_path: Path, timeout_s: float, api_key: str | None
+    process: subprocess.Popen[bytes] | ForkedServer, url: str, log_path: Path, timeout_s: float, api_key: str | None
 ) -> None:
     """Return once the server has generated its first tokens, and leave its cache empty."""
     deadline = time.monotonic() + timeout_s
@@ -228,7 +236,7 @@ def _log_tail(log_path: Path) -> str:
     return "\n".join([f"the last lines of {log_path}:", *lines])
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def _stop(process: subprocess.Popen[bytes] | ForkedServer) -> None:
     """End the process group: ask, wait, then kill whatever is left of it."""
     # As Ctrl-C does. SGLang looks for SIGTERM only every five seconds.
     process.send_signal(signal.SIGINT)

@@ -20,6 +20,12 @@ PROBE = Path(__file__).parent / "server" / "probe"
 _SERVER_FIXTURES = ("cpu_server", "unpatched_server")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files that take long first: at the end no worker has one of them while the others have nothing left."""
+    takes_long = {item.path for item in items if any(item.iter_markers("sglang")) or any(item.iter_markers("slow"))}
+    items.sort(key=lambda item: item.path not in takes_long)
+
+
 @pytest.fixture(scope="session")
 def model_dir() -> Path:
     """The folder of the random MLA model, generated if absent."""

@@ -37,9 +37,10 @@ def test_it_has_every_policy_and_nothing_of_the_tests(wheel: Path) -> None:
 
 def test_alone_it_validates_and_lists_the_shipped_policies(wheel: Path, tmp_path: Path) -> None:
     python = tmp_path / "empty" / "bin" / "python"
-    _run(sys.executable, "-m", "venv", str(tmp_path / "empty"))
-    constraints = str(_ROOT / "constraints.txt")
-    _run(str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", constraints, str(wheel))
+    _run(sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "empty"))
+    # pip is told where, so that it need not be installed first.
+    pip = (sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check")
+    _run(*pip, "install", "-q", "-c", str(_ROOT / "constraints.txt"), str(wheel))
     leyline = str(python.with_name("leyline"))
     listed = _run(leyline, "policies", cwd=tmp_path).split("\n")
     names = [path.stem for path in (_ROOT / "policies").glob("*.yaml")]

@@ -34,6 +34,10 @@ def _children(parent: int) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
 
 
+def _variables(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
+
+
 def _wait_until_empty(group: int, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while _alive_in_group(group):
@@ -80,12 +84,16 @@ def test_a_cached_prefix_is_not_computed_again(unpatched_server: RunningServer) 
 
 
 def test_make_serve_says_where_and_ends_cleanly(model_dir: Path, tmp_path: Path) -> None:
-    arguments = ["-m", "evals.serving", "--no-plugin", "--model", str(model_dir), "--port", str(free_port())]
+    """The one server here whose processes are all spawned, as SGLang spawns them, and that has the plugin."""
+    arguments = ["-m", "evals.serving", "--model", str(model_dir), "--port", str(free_port())]
     with subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True) as caller:
         assert caller.stdout is not None
         lines = [caller.stdout.readline() for _ in range(3)]
         url = lines[1].split()[1].removesuffix(",")
         assert httpx.get(f"{url}/models", trust_env=False).json()["data"][0]["id"] == SERVED_MODEL_NAME
+        found = httpx.get(f"{url.removesuffix('/v1')}/leyline/capabilities", trust_env=False).json()
+        assert (found["supported"], found["unsupported"]) == (True, [])
+        assert "generate_request" in found["installed"]
         (server,) = _children(caller.pid)
         assert len(_alive_in_group(server)) >= 3
         caller.terminate()
@@ -98,12 +106,42 @@ def test_no_process_is_left_when_the_caller_is_killed(model_dir: Path, tmp_path:
     arguments = ["-m", "evals.serving", "--no-plugin", "--model", str(model_dir), "--log", str(tmp_path / "log")]
     with subprocess.Popen([sys.executable, *arguments, "--port", str(free_port())]) as caller:
         deadline = time.monotonic() + 60
-        while not (servers := _children(caller.pid)):
+        # SGLang loads the plugins that are named there, and no others.
+        while not (
+            servers := [pid for pid in _children(caller.pid) if b"SGLANG_PLUGINS=leyline_cpu\0" in _variables(pid)]
+        ):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         os.kill(caller.pid, signal.SIGKILL)
     # Long before the server would have noticed by itself: it is still importing.
     _wait_until_empty(servers[0], timeout_s=5)
+
+
+_FORKS = """
+import os, pathlib, sys, time
+from evals import forked_server
+# Not waited for: importing is what the server is killed at here, too.
+forked_server._PRELOADED.clear()
+log = pathlib.Path(sys.argv[1])
+log.touch()
+print(forked_server.ForkedServer([], environment=os.environ, imported_with={}, log=log).pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_no_forked_process_is_left_when_the_caller_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _FORKS, str(tmp_path / "log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as caller:
+        assert caller.stdout is not None
+        server = int(caller.stdout.readline())
+        deadline = time.monotonic() + 60
+        while not _alive_in_group(server):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.kill(caller.pid, signal.SIGKILL)
+    _wait_until_empty(server, timeout_s=5)
+    # Nor the process that forks: it is in the caller's group.
+    _wait_until_empty(caller.pid, timeout_s=5)
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
@@ -115,7 +153,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
 
 
 def test_a_dead_server_is_noticed_and_nothing_of_it_left(model_dir: Path, tmp_path: Path) -> None:
-    with serve(model_dir, plugin=False, log_path=tmp_path / "log") as server:
+    with serve(model_dir, plugin=False, log_path=tmp_path / "log", fork=True) as server:
         server.assert_alive()
         os.kill(server.pid, signal.SIGKILL)
         with pytest.raises(ServerFailedError, match="ended with code -9"):

@@ -483,7 +483,7 @@ def test_tokenizer_workers_without_the_plugin(live: Live, model_dir: Path, probe
     chat = {**CHAT, "messages": edited, "return_prompt_token_ids": True}
     expected = live.http.post("/v1/chat/completions", json=chat).json()
     with (
-        serve(model_dir, env=probe_env, extra_args=("--tokenizer-worker-num", "2")) as server,
+        serve(model_dir, env=probe_env, extra_args=("--tokenizer-worker-num", "2"), fork=True) as server,
         httpx.Client(base_url=server.url, timeout=60) as http,
     ):
         assert http.get("/leyline/capabilities").status_code == 404

@@ -47,7 +47,7 @@ def test_a_splice_outside_of_a_request_serves_the_next_one(live: Live) -> None:
 
 
 def test_the_servers_key_covers_our_routes(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with serve(model_dir, api_key="secret") as server:
+    with serve(model_dir, api_key="secret", fork=True) as server:
         for method, route in (("GET", "/leyline/capabilities"), ("POST", "/leyline/splice")):
             for key, status in (("", 401), ("wrong", 401), ("secret", 200 if method == "GET" else 400)):
                 headers = {"authorization": f"Bearer {key}"} if key else {}
