@@ -131,6 +131,12 @@ def make_parser(mark: Mark = lambda action, kind: None) -> argparse.ArgumentPars
     serve.add_argument(
         "--gate", choices=("auto", "off"), default="auto", help="off: splice also where prefilling again is quicker"
     )
+    serve.add_argument(
+        "--template-changes",
+        choices=("amortize", "reprefill"),
+        default="amortize",
+        help="reprefill: prefill again where the template writes what was generated another way",
+    )
     serve.add_argument("--scrub", action="store_true", help="zero free rows of the server with whatever is forgotten")
     _add_allow_python(serve)
     _add_context_window(serve)

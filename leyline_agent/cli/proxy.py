@@ -42,6 +42,7 @@ def proxy(args: argparse.Namespace) -> int:
             stats_key=os.environ.get(STATS_KEY_VARIABLE) or None,
             scrub=args.scrub,
             gate=args.gate,
+            template_changes=args.template_changes,
         )
         server = make_server(settings)
         listening = listen(settings)

@@ -42,8 +42,9 @@ class ProxySettings:
     stats_key: str | None = field(default=None, repr=False)
     """Asked of whoever reads the stats, where there is one."""
     scrub: bool = False
-    """As for `Conversation`, and `gate` too."""
+    """As for `Conversation`, and so are the next two."""
     gate: Literal["auto", "off"] = "auto"
+    template_changes: Literal["amortize", "reprefill"] = "amortize"
 
     def __post_init__(self) -> None:
         if not self.upstream.startswith(("http://", "https://")):

@@ -148,6 +148,7 @@ class Turns:
             self._settings.policy,
             conversation_id=conversation_id,
             resumed=resumed,
+            template_changes=self._settings.template_changes,
             gate=self._settings.gate,
             scrub=self._settings.scrub,
             on_fallback=self._tell_fallback,

@@ -44,14 +44,23 @@ def test_the_history_is_edited_and_the_note_and_the_routing_key_are_sent(ask: As
     assert json.loads(second.headers["x-leyline"])["status"] == "spliced"
 
 
-@pytest.mark.parametrize(("options", "said"), [({}, None), ({"gate": "off"}, "off")])
-def test_notes_say_off_where_the_gate_is_to_be(
-    options: dict[str, str], said: str | None, start_proxy: Callable[..., str], ask: Ask, upstream: ScriptedUpstream
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({}, (None, None)), ({"gate": "off"}, ("off", None)), ({"template_changes": "reprefill"}, (None, "reprefill"))],
+)
+def test_notes_say_what_the_proxy_was_told(
+    options: dict[str, str],
+    said: tuple[str | None, str | None],
+    start_proxy: Callable[..., str],
+    ask: Ask,
+    upstream: ScriptedUpstream,
 ) -> None:
-    ask(agent_messages(3), to=start_proxy(**options))
+    proxy = start_proxy(**options)
+    for num_turns in (3, 4):
+        ask(agent_messages(num_turns), to=proxy)
     note = upstream.last.note
     assert note is not None
-    assert note.get("gate") == said
+    assert (note.get("gate"), note.get("template_changes")) == said
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -179,22 +179,24 @@ def test_the_command_serves_until_it_is_interrupted(upstream: ScriptedUpstream, 
     file = tmp_path / "key"
     file.write_bytes(b"a key of the tests, not a secret")
     command = [sys.executable, "-m", "leyline_agent.cli", "proxy", "--policy", "keep_last_tool_outputs", "--gate=off"]
+    command += ["--template-changes=reprefill"]
     command += ["--upstream", upstream.url + "/v1", "--port", "0", "--key-file", str(file)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         proxy = line.split()[2]
         assert line == f"leyline proxy: {proxy} -> {upstream.url}/v1\n"
-        answer = httpx.post(
-            f"{proxy}/chat/completions", json={"messages": agent_messages(4)}, trust_env=False, timeout=30
-        )
+        for num_turns in (3, 4):
+            body = {"messages": agent_messages(num_turns)}
+            answer = httpx.post(f"{proxy}/chat/completions", json=body, trust_env=False, timeout=30)
         process.send_signal(2)
         _, err = process.communicate(timeout=20)
 
     assert answer.status_code == 200
     assert (process.returncode, err) == (0, "")
-    assert [received.path for received in upstream.received] == ["/v1/chat/completions"]
-    assert [note and note["gate"] for note in upstream.notes] == ["off"]
+    assert [received.path for received in upstream.received] == ["/v1/chat/completions"] * 2
+    assert upstream.last.note is not None
+    assert (upstream.last.note["gate"], upstream.last.note["template_changes"]) == ("off", "reprefill")
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,6 +53,16 @@ def test_a_wrong_value_is_quoted_unless_it_may_be_a_secret() -> None:
         assert value not in "".join(traceback.format_exception(caught.value))
 
 
+def test_the_documented_settings_are_those_there_are() -> None:
+    text = (Path(__file__).parents[2] / "docs/wire-protocol.md").read_text()
+    documented = dict(re.findall(r"^\| `LEYLINE_([A-Z_]+)` \| (\S+) \|", text, re.M))
+    config = load_config({})
+    defaults = {name.upper(): getattr(config, name) for name in Config.model_fields} | {"SECRET": "random"}
+
+    written = {name: value if isinstance(value, str) else str(int(value)) for name, value in defaults.items()}
+    assert documented == written
+
+
 def test_variables_of_the_rest_of_the_project_are_left_alone() -> None:
     root = Path(__file__).parents[2]
     texts = [
