@@ -90,7 +90,7 @@ def test_without_triton_a_pool_on_cuda_is_an_error_and_nothing_is_moved(monkeypa
     before = [buffer.clone() for buffer in layers.buffers]
     monkeypatch.delitem(sys.modules, "leyline_kernels.rotate", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(ImportError, match=r"needs triton, .* pip install 'leyline-agent\[server\]'"):
+    with pytest.raises(ImportError, match="needs triton, which CUDA builds of torch bring"):
         rotate_all_(on_cuda, torch.tensor([1]), table(1), is_neox_style=False)
     assert all(torch.equal(*pair) for pair in zip(layers.buffers, before, strict=True))
 
