@@ -257,6 +257,11 @@ def is_dispatched(manager: Any, rid: str) -> bool:
     return state is not None and bool(state.dispatched)
 
 
+def has_metrics(manager: Any) -> bool:
+    """Whether SGLang serves `/metrics`."""
+    return bool(manager.enable_metrics)
+
+
 def plain_generate(manager: Any) -> Callable[..., Any]:
     """Return `generate_request` as an unbound function, as a hook gets it."""
     return lambda _manager, obj, http_request: manager.generate_request(obj, http_request)
@@ -548,6 +553,11 @@ def nothing_runs(scheduler: Any, adder: Any) -> bool:
     return not adder.can_run_list and scheduler.chunked_req is None and adder.running_batch.is_empty()
 
 
+def has_preempted(adder: Any) -> bool:
+    """Whether running requests have given way to one of this batch; SGLang does that again for each that waits on."""
+    return bool(adder.preempt_list)
+
+
 def free_request_slots(scheduler: Any, adder: Any) -> int:
     """Return how many requests may yet join the batch that is being built."""
     running = adder.running_batch
@@ -696,8 +706,13 @@ def scrub_free_slots(scheduler: Any) -> int:
     """Zero every free slot in all layers, after the forward pass in flight; return how many.
 
     Slot 0 too, into which padding tokens are written. A pass in flight may still write the row of a request that has
-    ended, into a slot that is free by now; that is why it is waited for.
+    ended, into a slot that is free by now; that is why it is waited for. While the pool's memory is given back to the
+    system there are no rows, and where they were must not be written to.
     """
+    from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+
+    if GPU_MEMORY_TYPE_KV_CACHE in scheduler.weight_updater.offload_tags:
+        return 0
     free = RadixPort(scheduler.tree_cache).free_slots()
     wait_for_forward(scheduler)
     slots = torch.cat([free.new_zeros(1), free])

@@ -1,4 +1,7 @@
-"""What a note asks of a turn: growing, edits, a re-prefill, or forgetting."""
+"""What a note asks of a turn: growing, edits, a re-prefill, or forgetting.
+
+Edits are found by `find_directives.py` and carried out by `turn_splice.py`; the other three are done here.
+"""
 
 from __future__ import annotations
 

@@ -78,6 +78,14 @@ class Footprints:
     _protected_then: int = -1
     """Tokens that requests held when the round began; -1 begins another one."""
 
+    def reset(self) -> None:
+        """Forget all sequences. Closed tags stay closed: requests under them may still wait, and cache again."""
+        self._tags.clear()
+        self._num_tokens = 0
+        self._due.clear()
+        self._round.clear()
+        self._protected_then = -1
+
     def sequences(self, tag: str) -> list[Sequence]:
         """Return what is known to have been inserted under a tag; some of it may be evicted by now."""
         return list(self._tags.get(tag, ()))
@@ -144,9 +152,9 @@ class Footprints:
         self._closed[tag] = _Closed(keep if forget else array("q"), forget, scrub, successor)
         self._closed.move_to_end(tag)
         self._protected_then = -1
-        # Those of which something is held still stay: the requests that hold it are few.
-        idle = [other for other in self._closed if other not in self._due and other != tag]
-        for gone in idle[: max(0, len(self._closed) - _MAX_CLOSED)]:
+        # Those of which something is held still stay, and take no other's place: the requests that hold it are few.
+        idle = [other for other in self._closed if other not in self._due]
+        for gone in idle[: max(0, len(idle) - _MAX_CLOSED)]:
             del self._closed[gone]
         if successor is not None:
             known = self.sequences(tag)
@@ -294,7 +302,8 @@ def footprints_of(tree: Any) -> Footprints:
 
 def forget_footprints(tree: Any) -> None:
     """Forget them all, as after a reset of the cache."""
-    _OF_TREE.pop(tree, None)
+    if tree in _OF_TREE:
+        _OF_TREE[tree].reset()
 
 
 def _keep_tokens(sequence: Sequence, closed: _Closed, keep_own: array[int]) -> int:

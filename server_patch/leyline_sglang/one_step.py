@@ -32,7 +32,7 @@ from leyline_sglang.prefill_cost import METER
 logger = logging.getLogger(__name__)
 
 _MAX_ANNOUNCED = 4096
-"""Announced requests that have not come; the oldest goes, and is served as any other."""
+"""Announced requests that have not come; the oldest goes, is told so, and is served as any other."""
 _MAX_PASSED_OVER = 100
 """Batches that a request lets go by until its R's have room beside it; then it is prefilled."""
 _COUNTS = ("moved", "copied", "filled")
@@ -48,7 +48,12 @@ def announce(scheduler: Any, request: AdmissionRequest) -> None:
         return
     announced[request.request_id] = request
     while len(announced) > _MAX_ANNOUNCED:
-        announced.popitem(last=False)
+        _, oldest = announced.popitem(last=False)
+        reply = AdmissionReply(request_id=oldest.request_id, reason=Reason.ABORTED.value)
+        reply.message = f"more than {_MAX_ANNOUNCED} turns wait to be admitted"
+        # It stays in the namespace that it was sent with.
+        reply.new_own, reply.new_shared = int(oldest.from_own), int(not oldest.from_own)
+        compat.tell_tokenizer(scheduler, reply)
 
 
 def admit(scheduler: Any, adder: Any, req: Any, admit_plainly: Callable[[Any], Any]) -> Any:
@@ -60,7 +65,7 @@ def admit(scheduler: Any, adder: Any, req: Any, admit_plainly: Callable[[Any], A
         return admit_plainly(req)
     siblings = _Siblings(scheduler, adder, req, admit_plainly)
     waits = request.passed_over < _MAX_PASSED_OVER and not compat.nothing_runs(scheduler, adder)
-    if waits and not siblings.have_room(request):
+    if waits and not compat.has_preempted(adder) and not siblings.have_room(request):
         request.passed_over += 1
         return compat.pass_over()
     started = time.perf_counter()

@@ -153,13 +153,14 @@ class SequenceMemory:
         self._forget_turns(conversation)
 
     def forget_all(self) -> None:
-        """Forget the turns of every conversation, as after a flush of the cache.
+        """Forget the turns of every conversation, as where the cache was emptied or may no longer be relied on.
 
-        The new nonces keep turns that still run from being remembered. The conversations themselves stay, so that
-        what those turns cache can still be named.
+        Their namespaces stay: not all that is to empty a cache does so, and turns that still run put more into it, all
+        of which must be found by a later forget.
         """
         for conversation in self._conversations.values():
-            self.close_namespace(conversation)
+            conversation.explicit_edits = ()
+            self._forget_turns(conversation)
 
     def _drop(self, conversation: Conversation, turn_id: str) -> None:
         dropped = conversation.turns.pop(turn_id, None)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from leyline_sglang import footprints, splice
 from leyline_sglang.io_types import CacheReply, CacheRequest
-from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, ReqToTokenPool
@@ -162,7 +161,7 @@ class CheckedCache:
         self.req_to_token.clear()
         self.mirror.clear()
 
-    def _drop_what_was_held(self, reqs: Sequence[Req]) -> None:
+    def _drop_what_was_held(self, reqs: Sequence[Any]) -> None:
         """Do what the plugin's hook does once the results of a batch are in.
 
         It takes a few tags a batch, so it is called as often as it may take for all.

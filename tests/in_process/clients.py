@@ -122,6 +122,7 @@ class Client:
         outputs: Sequence[int] = (),
         turn_id: str | None = None,
         rid: str | None = None,
+        num_choices: int = 1,
         **note: Any,
     ) -> Chat:
         """Send a turn, and let it come as far as it does before the scheduler's next batch."""
@@ -132,7 +133,7 @@ class Client:
         custom = {NOTE_KEY: full_note.model_dump_json(), "outputs": " ".join(map(str, outputs))}
         request = GenerateReqInput(
             input_ids=list(prompt),
-            sampling_params={"max_new_tokens": len(outputs), "custom_params": custom},
+            sampling_params={"max_new_tokens": len(outputs), "n": num_choices, "custom_params": custom},
             extra_key=self.extra_key,
             cache_salt=self.cache_salt,
             stream=True,
@@ -143,7 +144,7 @@ class Client:
         stream = generate(world.serving, world.generate, world.manager, request, http_request)
         chat = Chat(self, turn, full_note, note, caller, stream, http_request, request)
         with world.as_caller(caller):
-            chat.first = world.begin(_first_chunk(stream))
+            chat.first = world.begin(_first_chunk(stream) if num_choices == 1 else anext(stream))
         return chat
 
     def arrive(self, chat: Chat) -> None:
@@ -160,6 +161,8 @@ class Client:
             return
         chat.outcome = chat.http_request.scope[SCOPE_KEY]
         assert chat.outcome.reason != Reason.INTERNAL_ERROR or self.may_fail, chat.outcome.message
+        if chat.outcome.purge is not None:
+            self._check_left(self.own_namespace)
         self._take_edits(chat.outcome, chat.caller)
         self._check_log(chat)
         chat.served_with = world.take_served(chat.request)
@@ -281,14 +284,24 @@ class Client:
         conversation = world.serving.memory.find((self.extra_key, self.cache_salt or None), self.conversation_id)
         if conversation is None:
             return None
-        own = (self.extra_key, salt_of(world.config, conversation))
         with world.as_caller(Caller(self.name)):
             reply: ReleaseReply = world.wait(
                 conversations.release(world.serving, world.manager, [conversation], scrub=scrub)
             )
-        left = [node for node in world.model.root(own).below() if not node.num_holds]
-        assert not left, "rows of a released conversation are cached"
+        self._check_left(None)
         return reply
+
+    def _check_left(self, namespace: Namespace | None) -> None:
+        """Check that nothing is cached in any namespace that the conversation has ever had, but in this one.
+
+        What requests hold is: it goes as they end.
+        """
+        world = self.world
+        for other, root in world.model.roots.items():
+            actor = world.actors.get((other[1] or "").removesuffix("-parked"))
+            if actor == self.name and other != namespace:
+                left = [node.row for node in root.below() if not node.num_holds]
+                assert not left, f"rows of a closed namespace are cached: {left}"
 
     # --- what is known of it ----------------------------------------------------------------------------------------
 

@@ -11,12 +11,13 @@ import itertools
 from array import array
 from collections.abc import Sequence
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from leyline_sglang import splice
 from leyline_sglang.io_types import AdmissionReply
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req, ScheduleBatch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req, ScheduleBatch, release_req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -175,11 +176,12 @@ class Engine(CheckedCache):
             NoRoomError: there is no slot; nothing has changed.
         """
         req = running.req
-        if req.output_ids:
+        at = req.kv.kv_allocated_len
+        # A request that was retracted has had the row of its last token prefilled.
+        if at < len(req.origin_input_ids) + len(req.output_ids):
             slots = self._allocate(1)
             if slots is None:
                 raise NoRoomError
-            at = req.kv.kv_allocated_len
             self.req_to_token.write((req.kv.req_pool_idx, slice(at, at + 1)), slots)
             req.kv.kv_allocated_len = req.kv.kv_committed_len = at + 1
             self._compute(running, range(at, at + 1), [*req.origin_input_ids, *req.output_ids], slots.tolist())
@@ -199,6 +201,30 @@ class Engine(CheckedCache):
         self._publish(running)
         hold(running.held, -1)
         self.running.remove(running)
+
+    def retract(self, running: Running) -> None:
+        """Do what SGLang does where the pool is full or generation pauses: the request waits again, without rows."""
+        req = running.req
+        self.allocator.freed.clear()
+        own = running.slots(self.req_to_token.req_to_token)[len(running.held) :]
+        release_req(
+            req=req,
+            remaing_req_count=0,
+            req_to_token_pool=self.req_to_token,
+            token_to_kv_pool_allocator=self.allocator,
+            tree_cache=self.tree,
+            hisparse_coordinator=None,
+        )
+        assert sorted(self.allocator.freed) == sorted(own), "a retracted request frees what is cached, or keeps its own"
+        hold(running.held, -1)
+        running.held, running.view = [], []
+        if self.scheduler.chunked_req is req:
+            self.scheduler.chunked_req = None
+        self.running.remove(running)
+        self.waiting.append(running)
+        # Closed tags are looked at where a request has ended or a lock is given back, as here.
+        self._drop_what_was_held([SimpleNamespace(finished=lambda: True)])
+        self.check()
 
     def leave(self, running: Running) -> None:
         """Do what the engine does for a caller who has left: end the request, or take it out of the queue."""

@@ -10,7 +10,6 @@ own request, as its attention backend would allow.
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -183,11 +182,11 @@ class World(Engine):
             if self.failure is not None and not self.given_up:
                 raise self.failure
 
-    def flush(self) -> bool:
-        """Empty the cache; refused where requests run or wait."""
+    def flush(self, *, is_paused: bool = False) -> bool:
+        """Empty the cache; refused where requests run or, unless generation is paused, wait."""
 
         async def flush(_manager: Any) -> Any:
-            is_idle = not self.running and not self.has_work
+            is_idle = not self.running and (is_paused or not self.has_work)
             if is_idle:
                 self.empty()
             return SimpleNamespace(success=is_idle)
@@ -195,6 +194,13 @@ class World(Engine):
         result = self._run_loop(self.serving.reset(flush, self.manager))
         self.check()
         return bool(result.success)
+
+    def reset(self, is_emptied: bool) -> None:
+        """Do at once what an update of weights does; with `flush_cache: false`, or busy, it leaves the cache be."""
+        if is_emptied and not self.running and not self.has_work:
+            self.empty()
+        self.serving.memory.forget_all()
+        self.check()
 
     # --- what stands below our hooks --------------------------------------------------------------------------------
 
@@ -227,36 +233,48 @@ class World(Engine):
     async def generate(self, manager: Any, obj: Any, http_request: Any = None) -> AsyncIterator[Any]:
         """Stand in for `TokenizerManager.generate_request` below our hook. Yields one output token a chunk.
 
-        The tokens come from `sampling_params["custom_params"]["outputs"]`, a string of their ids.
+        The tokens come from `sampling_params["custom_params"]["outputs"]`, a string of their ids. Of `n` choices each
+        leaves out one token more of it; as in SGLang the prompt is prefilled alone before them. Here they follow on
+        one another.
         """
         params = obj.sampling_params or {}
         custom = params.get("custom_params") or {}
         outputs = [int(token) for token in custom.get("outputs", "").split()] if params["max_new_tokens"] else []
+        num_choices = params.get("n", 1)
         if obj.rid in manager.rid_to_state:
             raise SameIdError(f"Duplicate request ID detected: {obj.rid}")
+        if num_choices > 1:
+            async for chunk in self._serve(obj, custom.get(NOTE_KEY), []):
+                if chunk["meta_info"]["finish_reason"]["type"] == "abort":
+                    yield chunk
+                    return
+        for choice in range(num_choices):
+            async for chunk in self._serve(obj, custom.get(NOTE_KEY), outputs[choice:], is_first=num_choices == 1):
+                yield chunk
+
+    async def _serve(
+        self, obj: Any, tag: str | None, outputs: Sequence[int], *, is_first: bool = True
+    ) -> AsyncIterator[Any]:
+        """Serve one request of the scheduler's; what the first one has from the cache is kept for `take_served`."""
         running = self.submit(
-            obj.input_ids,
-            (obj.extra_key, obj.cache_salt),
-            custom.get(NOTE_KEY),
-            rid=obj.rid,
-            max_new_tokens=params["max_new_tokens"],
+            obj.input_ids, (obj.extra_key, obj.cache_salt), tag, rid=obj.rid, max_new_tokens=len(outputs)
         )
         running.admitted = self._loop.create_future()
-        manager.rid_to_state[running.req.rid] = SimpleNamespace(dispatched=True)
+        self.manager.rid_to_state[running.req.rid] = SimpleNamespace(dispatched=True)
         try:
             is_admitted = await running.admitted
             if is_admitted:
-                if not compat.is_internal(obj):
+                if is_first and not compat.is_internal(obj):
                     self._served.append((obj, (running.namespace, running.served_rows)))
                 async for chunk in self._decode(obj, running, outputs):
                     yield chunk
             else:
-                yield _chunk(obj, 0, [], {"type": "abort", "message": "no room, or given up"})
+                yield _chunk(obj, running, {"type": "abort", "message": "no room, or given up"})
         except AssertionError as error:
             self.failure = self.failure or error
             raise
         finally:
-            del manager.rid_to_state[running.req.rid]
+            del self.manager.rid_to_state[running.req.rid]
             if self.failure is None and not self.given_up:
                 self._leave(running)
 
@@ -264,16 +282,35 @@ class World(Engine):
         finish = {"type": "length"}
         try:
             for token in outputs[:-1]:
+                await self._is_running(running)
                 self.decode(running, token)
-                yield _chunk(obj, running.served, running.outputs, None)
+                yield _chunk(obj, running, None)
             if outputs:
+                await self._is_running(running)
                 self.decode(running, outputs[-1])
             self.finish(running)
         except NoRoomError:
-            self.finish(running, aborted=True)
+            if running in self.running:
+                self.finish(running, aborted=True)
         if self.between is not None and compat.is_internal(obj):
             self.between("prefill")
-        yield _chunk(obj, running.served, running.outputs, finish)
+        yield _chunk(obj, running, finish)
+
+    async def _is_running(self, running: Running) -> None:
+        """Wait until a request that was retracted runs again.
+
+        Raises:
+            NoRoomError: there was no room for it.
+        """
+        assert running.admitted is not None
+        if not await running.admitted:
+            raise NoRoomError
+
+    def retract(self, running: Running) -> None:
+        """Have a request wait again; what it has generated stays."""
+        super().retract(running)
+        if running.admitted is not None and running.admitted.done():
+            running.admitted = self._loop.create_future()
 
     def _leave(self, running: Running) -> None:
         if running in self.waiting and not self.engine_hears:
@@ -302,11 +339,11 @@ def _memory(config: Config) -> SequenceMemory:
     )
 
 
-def _chunk(obj: Any, cached: int, outputs: Sequence[int], finish: dict[str, Any] | None) -> dict[str, Any]:
+def _chunk(obj: Any, running: Running, finish: dict[str, Any] | None) -> dict[str, Any]:
     meta_info = {
-        "id": obj.rid,
+        "id": running.req.rid,
         "prompt_tokens": len(obj.input_ids),
-        "cached_tokens": cached,
+        "cached_tokens": running.served,
         "finish_reason": finish,
     }
-    return {"meta_info": meta_info, "output_ids": list(array("i", outputs))}
+    return {"meta_info": meta_info, "output_ids": running.outputs.tolist()}

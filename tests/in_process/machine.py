@@ -18,11 +18,12 @@ from leyline_sglang import footprints
 from leyline_agent.core.plan import apply_directives
 from leyline_agent.core.protocol import Mode, hash_token_ids
 from leyline_agent.errors import PlanError
+from tests.in_process.between import Between
 from tests.in_process.clients import Chat, Client, Turn
 from tests.in_process.harness import UNBOUNDED, World
 from tests.in_process.requests import NoRoomError
 from tests.in_process.stand_ins import predictable_secrets
-from tests.in_process.strategies import BACK, BETWEEN, INDEX, OUTPUTS, SPAN, SPANS, TOKENS, directives_of
+from tests.in_process.strategies import BACK, BETWEEN, CHOICES, INDEX, OUTPUTS, SPAN, SPANS, TOKENS, directives_of
 
 _MAX_TOKENS = 60
 """Of a prompt: two of them fill the small pool, so that evictions and a full pool come about."""
@@ -37,6 +38,7 @@ class CacheMachine(RuleBasedStateMachine):
     """Three conversations, two of them of one caller, and requests without a note."""
 
     core = "rust"
+    system_prompts = _SYSTEM_PROMPTS
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,12 +95,12 @@ class CacheMachine(RuleBasedStateMachine):
         else:
             self._chat(client, [*_SYSTEM_PROMPTS[start % len(_SYSTEM_PROMPTS)], *extra], outputs, chunks)
 
-    @rule(who=INDEX, back=BACK, extra=TOKENS, outputs=OUTPUTS, chunks=INDEX)
-    def grow(self, who: int, back: int, extra: list[int], outputs: list[int], chunks: int) -> None:
+    @rule(who=INDEX, back=BACK, extra=TOKENS, outputs=OUTPUTS, chunks=INDEX, n=CHOICES)
+    def grow(self, who: int, back: int, extra: list[int], outputs: list[int], chunks: int, n: int) -> None:
         """A turn that goes on from an earlier one."""
         client = self._client(who)
         base = self._turn(client, back)
-        self._chat(client, [*base.sequence, *extra], outputs, chunks, base=base.turn_id)
+        self._chat(client, [*base.sequence, *extra], outputs, chunks, base=base.turn_id, num_choices=n)
 
     @rule(who=INDEX, spans=SPANS, extra=TOKENS, outputs=OUTPUTS)
     def edit(self, who: int, spans: list[Any], extra: list[int], outputs: list[int]) -> None:
@@ -117,7 +119,16 @@ class CacheMachine(RuleBasedStateMachine):
             amortized = [(gap, length, replacement, Mode.AMORTIZE) for gap, length, replacement, _ in spans]
             self._edit(self._client(who), 0, amortized, [1], outputs, explicit=True)
 
-    @rule(who=INDEX, back=BACK, spans=SPANS, extra=TOKENS, outputs=OUTPUTS, chunks=INDEX, explicit=st.booleans())
+    @rule(
+        who=INDEX,
+        back=BACK,
+        spans=SPANS,
+        extra=TOKENS,
+        outputs=OUTPUTS,
+        chunks=INDEX,
+        explicit=st.booleans(),
+        n=CHOICES,
+    )
     def edit_side_by_side(
         self,
         who: int,
@@ -127,9 +138,10 @@ class CacheMachine(RuleBasedStateMachine):
         outputs: list[int],
         chunks: int,
         explicit: bool,
+        n: int,
     ) -> None:
         """A turn that edits any earlier one, and may go on running."""
-        self._edit(self._client(who), back, spans, extra, outputs, chunks, explicit=explicit)
+        self._edit(self._client(who), back, spans, extra, outputs, chunks, explicit=explicit, num_choices=n)
 
     @rule(who=INDEX, spans=SPANS, extra=TOKENS, outputs=OUTPUTS, explicit=st.booleans(), between=BETWEEN)
     def edit_interrupted(
@@ -212,7 +224,7 @@ class CacheMachine(RuleBasedStateMachine):
         prompt = (
             self._turn(self._client(whose), back).prompt if start % 2 else _SYSTEM_PROMPTS[start % len(_SYSTEM_PROMPTS)]
         )
-        self._ask_plainly([*prompt, *extra], salt)
+        self.ask_plainly([*prompt, *extra], salt)
 
     # --- routes -----------------------------------------------------------------------------------------------------
 
@@ -222,7 +234,7 @@ class CacheMachine(RuleBasedStateMachine):
         client = self._client(who)
         base = self._turn(client, back)
         # A refusal with a reason, or a reply that we have lost; an internal error is neither.
-        with _Between(self, client, between), suppress(PlanError, TimeoutError):
+        with Between(self, client, between), suppress(PlanError, TimeoutError):
             client.splice(base.sequence, directives_of(base.sequence, spans), scrub=scrub)
         self.on_step()
 
@@ -245,6 +257,15 @@ class CacheMachine(RuleBasedStateMachine):
         self._end(chat, abort=how == "abort")
         self.on_step()
 
+    @precondition(lambda self: self.chats)
+    @rule(idx=INDEX)
+    def retract(self, idx: int) -> None:
+        """A request has to give its rows back, and waits until there is room for it again."""
+        running = self.world.running
+        if running:
+            self.world.retract(running[idx % len(running)])
+            self.on_step()
+
     @rule(num_tokens=st.one_of(st.integers(1, 8), st.integers(1, 200)))
     def evict(self, num_tokens: int) -> None:
         """Other requests need room."""
@@ -252,11 +273,15 @@ class CacheMachine(RuleBasedStateMachine):
         self.on_step()
 
     @precondition(lambda self: self.clients)
-    @rule()
-    def flush(self) -> None:
-        """The cache is to be emptied, which is refused while it is used."""
-        is_idle = not self.world.running and not self.world.waiting
-        assert self.world.flush() == is_idle
+    @rule(how=st.sampled_from(["flush"] * 6 + ["paused", "weights"]))
+    def flush(self, how: str) -> None:
+        """The cache is to be emptied, which is refused while it is used; or weights are updated, and it stays."""
+        if how == "weights":
+            self.world.reset(False)
+        else:
+            is_paused = how == "paused"
+            is_idle = not self.world.running and (is_paused or not self.world.waiting)
+            assert self.world.flush(is_paused=is_paused) == is_idle
         self.on_step()
 
     # --- helpers ----------------------------------------------------------------------------------------------------
@@ -283,9 +308,10 @@ class CacheMachine(RuleBasedStateMachine):
         explicit: bool = False,
         between: Any = None,
         scrub: bool = False,
+        num_choices: int = 1,
     ) -> None:
         prompt, note = self._edited(self._turn(client, back), spans, extra, explicit=explicit)
-        self._chat(client, prompt, outputs, chunks, between, scrub=scrub, **note)
+        self._chat(client, prompt, outputs, chunks, between, scrub=scrub, num_choices=num_choices, **note)
 
     def _edited(
         self, base: Turn, spans: list[Any], extra: Sequence[int], *, explicit: bool
@@ -308,12 +334,12 @@ class CacheMachine(RuleBasedStateMachine):
         outputs: Sequence[int],
         chunks: int,
         between: Any = None,
-        **note: Any,
+        **more: Any,
     ) -> None:
         if not self._fits(client, prompt):
             return
-        with _Between(self, client, between):
-            chat = client.begin(prompt, outputs=outputs, **note)
+        with Between(self, client, between):
+            chat = client.begin(prompt, outputs=outputs, **more)
         for _ in range(chunks):
             if not client.advance(chat):
                 break
@@ -343,7 +369,8 @@ class CacheMachine(RuleBasedStateMachine):
         if chat in self.chats:
             self.chats.remove(chat)
 
-    def _ask_plainly(self, prompt: Sequence[int], salt: str | None) -> None:
+    def ask_plainly(self, prompt: Sequence[int], salt: str | None) -> None:
+        """Have a stranger ask without a note."""
         actor, self.world.actor = self.world.actor, "a stranger"
         try:
             self.world.finish(self.world.start(prompt, (None, salt)))
@@ -355,31 +382,3 @@ class CacheMachine(RuleBasedStateMachine):
 
     def on_step(self) -> None:
         """Called after each operation."""
-
-
-class _Between:
-    """Has something happen after each step of the turn that is carried out inside of it."""
-
-    def __init__(self, machine: CacheMachine, client: Client, what: Any) -> None:
-        self._machine = machine
-        self._what = what
-        self._client = client
-        self._num_steps = 0
-
-    def __enter__(self) -> None:
-        if self._what is not None:
-            self._machine.world.between = self._step
-
-    def __exit__(self, *_error: object) -> None:
-        self._machine.world.between = None
-
-    def _step(self, after: str) -> None:
-        kind, argument = self._what
-        machine, world = self._machine, self._machine.world
-        self._num_steps += 1
-        if kind == "evict":
-            world.evict(argument)
-        elif kind == "ask":
-            machine._ask_plainly([*_SYSTEM_PROMPTS[0], *argument], self._client.cache_salt)
-        elif kind == "lose" and after == "ask" and self._num_steps > argument:
-            raise TimeoutError

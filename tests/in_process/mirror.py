@@ -55,9 +55,8 @@ class Mirror(Moves):
         self._shared: dict[str, list[tuple[Namespace, tuple[int, ...]]]] = {}
 
     def clear(self) -> None:
-        """Forget everything, as a flush does."""
+        """Forget everything, as a flush does; what is closed stays closed."""
         self.model.clear()
-        self.closed.clear()
         self._due.clear()
         self._shared.clear()
 

@@ -19,7 +19,7 @@ from tests.in_process.clients import Chat, Client
 from tests.in_process.harness import World
 from tests.in_process.machine import CacheMachine
 from tests.in_process.requests import NoRoomError
-from tests.in_process.strategies import BACK, INDEX, OUTPUTS, SPANS, TOKENS
+from tests.in_process.strategies import BACK, CHOICES, INDEX, OUTPUTS, SPANS, TOKENS
 
 _MAX_QUEUED = 3
 _SAME_ID = "the same id"
@@ -93,17 +93,19 @@ class QueueMachine(CacheMachine):
         prompt, note = self._edited(base, spans, extra, explicit=explicit)
         self._send(client, prompt, outputs, rid=rid, **note)
 
-    @rule(who=INDEX, back=BACK, extra=TOKENS, outputs=OUTPUTS, again=st.booleans(), rid=RID)
+    @rule(who=INDEX, back=BACK, extra=TOKENS, outputs=OUTPUTS, again=st.booleans(), rid=RID, n=CHOICES)
     def send_grown(
-        self, who: int, back: int, extra: list[int], outputs: list[int], again: bool, rid: str | None
+        self, who: int, back: int, extra: list[int], outputs: list[int], again: bool, rid: str | None, n: int
     ) -> None:
         """A turn that goes on from an earlier one, or the same turn once more."""
         client = self._client(who)
         base = self._turn(client, back)
+        # SGLang gives each of several choices an id of its own.
+        more = {"rid": rid} if n == 1 else {"num_choices": n}
         if again:
-            self._send(client, base.prompt, outputs, rid=rid, turn_id=base.turn_id)
+            self._send(client, base.prompt, outputs, turn_id=base.turn_id, **more)
         else:
-            self._send(client, [*base.sequence, *extra], outputs, rid=rid, base=base.turn_id)
+            self._send(client, [*base.sequence, *extra], outputs, base=base.turn_id, **more)
 
     @precondition(lambda self: self.queued)
     @rule(idx=INDEX, outputs=OUTPUTS)

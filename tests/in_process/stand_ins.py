@@ -131,6 +131,7 @@ def make_scheduler(engine: Engine, *, max_prefill_tokens: int, chunked_prefill_s
         new_token_ratio_tracker=SimpleNamespace(current=0.5),
         load_inquirer=SimpleNamespace(_get_num_pending_tokens=lambda chunk_deduct: 0),
         # What this server does not have.
+        weight_updater=SimpleNamespace(offload_tags=set()),
         grammar_manager=SimpleNamespace(has_waiting_grammars=lambda: False),
         beam_coordinator=SimpleNamespace(pending_member_rows=lambda _batch: 0),
         min_free_slots_delayer=None,
@@ -164,6 +165,7 @@ def make_manager(
     return SimpleNamespace(
         model_config=SimpleNamespace(vocab_size=VOCAB_SIZE, context_len=MAX_POSITIONS),
         rid_to_state={},
+        enable_metrics=False,
         generate_request=generate_request,
         _dispatch_to_scheduler=tell_scheduler,
         _result_dispatcher=SimpleNamespace(_mapping={}),

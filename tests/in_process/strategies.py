@@ -20,10 +20,13 @@ _MODE = st.sampled_from([Mode.AMORTIZE, Mode.AMORTIZE, Mode.AMORTIZE, Mode.FORGE
 SPAN = st.tuples(st.integers(0, 8), st.integers(0, 5), st.lists(TOKEN, max_size=3), _MODE)
 """A directive: tokens left alone before it, tokens removed, R, mode."""
 SPANS = st.lists(SPAN, min_size=1, max_size=4)
+CHOICES = st.sampled_from([1, 1, 1, 2, 3])
+"""How many answers a turn asks for."""
 BETWEEN = st.one_of(
     st.tuples(st.just("evict"), st.integers(1, 40)),
     st.tuples(st.just("ask"), TOKENS),
     st.tuples(st.just("lose"), st.integers(0, 4)),
+    st.tuples(st.just("reset"), st.booleans()),
 )
 """What comes between the steps of a turn."""
 

@@ -199,3 +199,24 @@ def test_what_others_went_on_from_is_not_dropped_when_somebody_caches_it_again(w
     radix.unlock(lock)
     footprints.retry(world.scheduler, radix, has_ended=True)
     assert _cached(world, [1, 2, 3]) == 3
+
+
+def test_closed_tags_whose_rows_are_held_do_not_push_out_those_that_nothing_was_cached_for(world: World) -> None:
+    footprints, radix, nothing = Footprints(), RadixPort(world.tree), array("q")
+    with patch.object(module, "_MAX_CLOSED", 2):
+        locks = []
+        for tag in ("leyline-held", "leyline-held-too", "leyline-held-three"):
+            _cache(world, footprints, tag, [50, 51], salt=tag)
+            locks.append(radix.lock(radix.match(array("q", [50, 51]), None, tag)))
+            footprints.close(tag, keep=nothing, forget=True, scrub=False, successor=None)
+            footprints.empty(radix, tag)
+        for tag in (MINE, OTHER):
+            footprints.close(tag, keep=nothing, forget=True, scrub=False, successor=None)
+        # As where one message closes both.
+        for tag in (MINE, OTHER):
+            footprints.empty(radix, tag)
+        _cache(world, footprints, MINE, [1, 2, 3])
+        footprints.retry(world.scheduler, radix, has_ended=True)
+        assert not _cached(world, [1, 2, 3])
+        for lock in locks:
+            radix.unlock(lock)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from unittest.mock import patch
 
 import pytest
+from leyline_sglang import one_step
 
 from leyline_agent.core.protocol import Directive, Reason, Status
 from tests.in_process.clients import Chat, Client
@@ -125,3 +127,15 @@ def test_r_is_not_computed_where_what_it_holds_leaves_no_slots_for_the_batch(cor
         assert status(edited) == Reason.POOL_FULL
         assert edited.served == 4
         world.finish(hog)
+
+
+def test_what_is_announced_beyond_the_bound_is_answered_at_once(world: World, client: Client) -> None:
+    """The oldest goes: its request is served as any other, and does not wait for what nobody says any more."""
+    other = Client(world, "bert")
+    bases = [client.chat(PROMPT), other.chat(PROMPT)]
+    with patch.object(one_step, "_MAX_ANNOUNCED", 1):
+        first, second = (send_edited(base.client, base, CUT) for base in bases)
+    client.arrive(first)
+    other.arrive(second)
+    assert [status(first), status(second)] == [Reason.ABORTED, Status.SPLICED]
+    assert not world._loop.skipped_s, "an answer was waited for in vain"

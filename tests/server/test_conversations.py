@@ -69,6 +69,19 @@ def test_release_can_scrub(live: Live) -> None:
     assert purge["scrubbed_tokens"] == live.counts()["available"]
 
 
+def test_nothing_is_scrubbed_while_the_pool_has_no_memory(live: Live) -> None:
+    conversation, _ = _edited(live)
+    assert live.http.post("/release_memory_occupation", json={"tags": ["kv_cache"]}).status_code == 200
+    try:
+        reply = _release(live, conversation, scrub=True)
+    finally:
+        assert live.http.post("/resume_memory_occupation", json={"tags": ["kv_cache"]}).status_code == 200
+    assert reply.status_code == 200
+    assert reply.json()["purge"]["scrubbed_tokens"] == 0
+    conversation, _ = _edited(live)
+    assert _release(live, conversation, scrub=True).json()["purge"]["scrubbed_tokens"] > 0
+
+
 def test_release_of_one_callers_namespace_is_not_that_of_another(live: Live) -> None:
     conversation, prompt = _edited(live, cache_salt="tenant a")
     assert _release(live, conversation).status_code == 404
