@@ -21,6 +21,7 @@ from leyline_agent.errors import PlanError
 from leyline_sglang import compat
 from leyline_sglang.follow_note import follow_note
 from leyline_sglang.io_types import AdmissionReply, AdmissionRequest
+from leyline_sglang.metrics import Metrics
 from leyline_sglang.note import parse_note, tag_request, take_note
 from leyline_sglang.request_checks import (
     check_namespace,
@@ -129,6 +130,7 @@ class _NotedRequest:
                 raise PlanError("another request runs under this rid", reason=_UNSUPPORTED)
         except PlanError as error:
             self.outcome = self._refused(error)
+            self._tell()
             return
         self.conversation = serving.memory.open(scope, note.conversation)
         served = await self._carry_out(note, self.conversation)
@@ -138,7 +140,7 @@ class _NotedRequest:
         tag_request(obj, served.tag)
         self._served_as(served)
         if served.announced is None:
-            self._log()
+            self._tell()
         if served.announced is None or not served.announced.edits:
             self._remember(())
 
@@ -238,7 +240,7 @@ class _NotedRequest:
 
         async def settle() -> None:
             self._served_as(await announced.settle(await future))
-            self._log()
+            self._tell()
             self._remember(())
             self.let_next_turn_begin()
 
@@ -264,7 +266,7 @@ class _NotedRequest:
             return
         else:
             logger.error("leyline: what became of announced edits is not known", exc_info=settling.exception())
-        self._log()
+        self._tell()
         self._remember(())
 
     # --- what is told and remembered of it --------------------------------------------------------------------------
@@ -283,7 +285,14 @@ class _NotedRequest:
             turn = RememberedTurn(self.prompt_ids, outputs, self.served.edits, self.served.in_own)
             self.serving.memory.remember(self.conversation, self.turn_id, turn, nonce=self.served.nonce)
 
-    def _log(self) -> None:
+    def _tell(self) -> None:
+        """Log and count what became of the note; once a request."""
+        try:
+            if compat.has_metrics(self.manager):
+                Metrics().count(self.outcome)
+        except Exception:
+            # The counts lie in files; the request has nothing to do with a full disk.
+            logger.exception("leyline: a turn is not counted")
         if self.conversation is not None:
             log_outcome(self.conversation, self.outcome, len(self.prompt_ids))
 

@@ -139,3 +139,30 @@ def test_a_header_stays_short_however_many_edits(live: Live) -> None:
     assert answer.outcome["num_directives"] == 86 > len(answer.outcome["directives"])
     assert len(json.dumps(answer.outcome)) < 5000
     assert len(answer.body["meta_info"]["leyline"]["directives"]) == 86
+
+
+def test_metrics_count_turns_by_outcome_and_tokens(live: Live) -> None:
+    conversation, base = new_conversation(), live.ids(300, 5)
+    before = _metrics(live)
+    live.generate(base, note(conversation, "1"), max_new_tokens=1)
+    spliced = live.generate([*base[:100], 77, 78, *base[140:]], note(conversation, "2", "1")).outcome
+    refused = live.generate(base, "no note", max_new_tokens=1).outcome
+    forgotten = live.generate(base[:50], note(conversation, "3", "2", mode="forget"), max_new_tokens=1).outcome
+    assert spliced is not None
+    assert refused is not None
+    assert forgotten is not None
+    more = {name: value - before.get(name, 0) for name, value in _metrics(live).items()}
+    assert more['leyline_turns_total{reason="",status="unchanged"}'] == 1
+    assert more['leyline_turns_total{reason="",status="spliced"}'] == 1
+    assert more['leyline_turns_total{reason="bad_note",status="refused"}'] == 1
+    assert sum(value for name, value in more.items() if name.startswith("leyline_turns_total")) == 4
+    assert more["leyline_moved_tokens_total"] == spliced["moved_tokens"] > 100
+    assert more["leyline_prefilled_tokens_total"] == spliced["prefilled_tokens"] > 0
+    assert more["leyline_dropped_tokens_total"] == forgotten["purge"]["dropped_tokens"] > 0
+    assert more["leyline_scheduler_seconds_count"] >= 1
+    assert not any(name.startswith("leyline") and conversation in name for name in more)
+
+
+def _metrics(live: Live) -> dict[str, float]:
+    lines = [line for line in live.http.get("/metrics").text.splitlines() if line.startswith("leyline_")]
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
