@@ -47,7 +47,9 @@ class GymAgents:
 
     def __enter__(self) -> GymAgents:
         # Where the relay takes the notes off there are no outcomes, and that is no news.
-        logging.getLogger("leyline_agent.proxy").setLevel(logging.ERROR)
+        logger = logging.getLogger("leyline_agent.proxy")
+        self._stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.ERROR)
         relay = _Relay(self._url, self._episodes, self._is_stopped)
         thread = threading.Thread(target=relay.serve_forever, daemon=True)
         thread.start()

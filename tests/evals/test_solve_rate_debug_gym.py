@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import subprocess
@@ -16,6 +17,7 @@ from evals.debug_gym_env.sandbox import Sandbox, isolation_works
 from evals.serving import RunningServer
 from evals.solve_rate import debug_gym_scripts
 from evals.solve_rate.config import MiniNightmare
+from evals.solve_rate.debug_gym_agent import GymAgents
 from evals.solve_rate.debug_gym_tasks import DebugGymEnvironment, DebugGymTasks, GymWorker, find_data
 from evals.solve_rate.environment import EnvironmentFailedError
 from evals.solve_rate.rows import SolveRateError
@@ -287,6 +289,14 @@ def test_both_agents_act_in_the_executions(
     skipped = [row for row in rows_of(tmp_path).values() if row.status == "skipped"]
     assert len(skipped) == len(executions)
     assert all(row.reason and "network: true" in row.reason for row in skipped)
+
+
+def test_a_proxy_logs_as_before_once_the_agents_are_done() -> None:
+    logger = logging.getLogger("leyline_agent.proxy")
+    before = logger.level
+    with GymAgents("http://127.0.0.1:9", [], "", lambda: False):
+        assert logger.level == logging.ERROR
+    assert logger.level == before
 
 
 @pytest.mark.sglang
