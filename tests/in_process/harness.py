@@ -34,7 +34,7 @@ CORES = ("rust", "python")
 UNBOUNDED = {"_MAX_SEQUENCES": 1 << 30, "_TOKENS_PER_SLOT": 1 << 30, "_TOKENS_PER_SLOT_OF_A_TAG": 1 << 30}
 """The footprints' bounds, put out of the way of pools as small as these."""
 
-_PATIENCE = 4
+PATIENCE = 4
 """Batches with nothing in them after which a request is turned away. A scheduler would let it wait for others to end,
 which here would have to be asked to."""
 
@@ -139,29 +139,33 @@ class World(Engine):
                     self.deliver()
                 elif self.has_work:
                     num_empty = 0 if self.step() else num_empty + 1
-                    if num_empty == _PATIENCE:
+                    if num_empty == PATIENCE:
                         self.waiting.pop(0).answer(False)
                         num_empty = 0
                 else:
                     # An answer was lost.
                     self._loop.skipped_s += self.config.timeout_s
                     num_empty += 1
-                    assert num_empty < _PATIENCE, "nothing goes on any more"
+                    assert num_empty < PATIENCE, "nothing goes on any more"
                 await self._loop.idle()
             return task.result()
 
         return self._run_loop(go_on())
 
-    def batch(self, *, deliver: bool = True) -> None:
-        """Have the scheduler do one batch; what it says of its own accord arrives now, or later."""
+    def batch(self, *, deliver: bool = True) -> bool:
+        """Have the scheduler do one batch; what it says of its own accord arrives now, or later.
 
-        async def go_on() -> None:
-            self.step()
+        Return whether there was anything that it could take.
+        """
+
+        async def go_on() -> bool:
+            took_any = self.step()
             if deliver:
                 self.deliver()
             await self._loop.idle()
+            return took_any
 
-        self._run_loop(go_on())
+        return bool(self._run_loop(go_on()))
 
     def deliver(self) -> None:
         """Have what the scheduler has said arrive."""

@@ -16,7 +16,7 @@ from leyline_sglang import one_step
 from leyline_sglang.config import Config
 
 from tests.in_process.clients import Chat, Client
-from tests.in_process.harness import World
+from tests.in_process.harness import PATIENCE, World
 from tests.in_process.machine import CacheMachine
 from tests.in_process.requests import NoRoomError
 from tests.in_process.strategies import BACK, CHOICES, INDEX, OUTPUTS, SPANS, TOKENS
@@ -212,6 +212,13 @@ class QueueMachine(CacheMachine):
         """Take all answers, and end everything."""
         while self.queued:
             self._arrive(self.queued[0])
-        while self.world.has_work:
-            self.world.batch()
+        self._take_all_in()
         super().end_all()
+        self._take_all_in()
+        assert not self.world.has_work
+
+    def _take_all_in(self) -> None:
+        """Have all admitted that wait, as far as those that decode leave room."""
+        num_empty = 0
+        while self.world.has_work and num_empty < PATIENCE:
+            num_empty = 0 if self.world.batch() else num_empty + 1
